@@ -1,0 +1,47 @@
+"""Contrasting the matched pairs with the mismatched ones: which negatives count, and how much (Φγ or a softmax).
+
+Axes: C pairs of the batch · k negatives of each
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powerclip.alignment.config import AlignmentConfig
+
+
+def triplet(positive: Tensor, negatives: Tensor, gamma: float) -> Tensor:
+    """Φγ for one direction: the mean hinge of the negatives [C, k] against the positives [C]; the paper's has k = 1."""
+    return F.relu(negatives - positive.unsqueeze(-1) + gamma).mean()
+
+
+def softmax(positive: Tensor, negatives: Tensor, scale: Tensor | float) -> Tensor:
+    """Cross-entropy of the positive [C] among itself and its negatives [C, k], at a scale (1/temperature)."""
+    logits = scale * torch.cat([positive.unsqueeze(-1), negatives], -1)
+    return (torch.logsumexp(logits, -1) - logits[:, 0]).mean()
+
+
+def off_diagonal(scores: Tensor) -> Tensor:
+    """The negatives of each row of a square matrix: [C, C] → [C, C−1]."""
+    size = len(scores)
+    return scores.flatten()[1:].view(size - 1, size + 1)[:, :-1].reshape(size, size - 1)
+
+
+def hardest(scores: Tensor, k: int) -> Tensor:
+    """Columns [C, k] of each row's k highest scores off the diagonal."""
+    size = len(scores)
+    index = off_diagonal(scores).topk(min(k, size - 1), dim=-1).indices
+    # Back from columns that skip the diagonal to columns of the matrix.
+    return index + (index >= torch.arange(size, device=scores.device).unsqueeze(-1))
+
+
+def contrast(positive: Tensor, row: Tensor, column: Tensor, config: AlignmentConfig, scale: Tensor | float) -> Tensor:
+    """The loss of the positives [C] against the negatives of their rows and of their columns, both [C, k].
+
+    The triplet loss adds the two directions (Eq. 8); the softmax averages them, as CLIP's does.
+    """
+    if config.loss == "triplet":
+        return triplet(positive, row, config.gamma) + triplet(positive, column, config.gamma)
+    return (softmax(positive, row, scale) + softmax(positive, column, scale)) / 2

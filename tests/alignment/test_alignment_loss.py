@@ -1,0 +1,179 @@
+"""The loss head: what is contrasted with what, and that selecting pairs first changes nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from alignment_examples import random_parts, random_trees
+
+from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, embed_parts, random_boxes
+from powerclip.alignment.contrast import hardest, off_diagonal
+from powerclip.alignment.powerset import exact_r2t, exact_t2r
+from powerclip.alignment.ragged import Segments
+from powerclip.alignment.score import aggregate, score_all, score_pairs
+
+CONFIGS = {
+    "paper": AlignmentConfig.named("paper"),
+    "default": AlignmentConfig(),
+    "default, hardest": AlignmentConfig(negatives="hardest"),
+    "default, k": AlignmentConfig(negatives="k", k=3),
+    "softmax over sums": AlignmentConfig(similarity="sum", negatives="k", k=2),
+    "triplet, all": AlignmentConfig(loss="triplet", negatives="all"),
+    "triplet, k, empty set": AlignmentConfig(loss="triplet", negatives="k", k=4, empty_set=True),
+    "exact": AlignmentConfig(aggregation="exact", negatives="hardest"),
+    "exact, paper": AlignmentConfig.named("paper", aggregation="exact"),
+    "single regions": AlignmentConfig(region_sets=False, negatives="k", k=2),
+    "single regions, exact": AlignmentConfig(region_sets=False, aggregation="exact", negatives="hardest"),
+    "no R2T": AlignmentConfig(r2t=False, negatives="hardest"),
+    "no T2R": AlignmentConfig(t2r=False, negatives="hardest"),
+}
+
+
+def with_gradient(config: AlignmentConfig, gradient: str) -> AlignmentConfig:
+    return AlignmentConfig(**{**vars(config), "gradient": gradient})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_select_then_differentiate_equals_plain_autograd(name):
+    results = []
+    for gradient in ("select", "autograd"):
+        parts = random_parts(8, 5, 16, seed=0, dtype=torch.float32)
+        result = alignment_loss(parts, with_gradient(CONFIGS[name], gradient))
+        results.append((result, torch.autograd.grad(result.loss, [parts.regions, parts.nodes])))
+    (ours, our_gradients), (plain, plain_gradients) = results
+    torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    for one, other in zip(our_gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours.violation, plain.violation)
+
+
+def test_the_paper_preset_is_the_printed_loss():
+    """Eqs. 6 to 9, literally, on exact similarities."""
+    parts = random_parts(5, 4, 8, seed=1)
+    q = torch.einsum("bmd,td->tbm", parts.regions, parts.nodes)
+    scores = (exact_r2t(q, parts.segments) + exact_t2r(q, parts.segments)).T
+    expected = 0.0
+    for matrix in (scores, scores.T):
+        for i in range(5):
+            negative = max(matrix[i, j].item() for j in range(5) if j != i)
+            expected += max(negative - matrix[i, i].item() + 0.2, 0) / 5
+    config = AlignmentConfig.named("paper", aggregation="exact")
+    assert alignment_loss(parts, config).loss.item() == pytest.approx(expected)
+    assert config.weight == 0.1
+
+
+def test_softmax_over_all_negatives_is_cross_entropy():
+    parts = random_parts(6, 4, 8, seed=2)
+    config = AlignmentConfig(negatives="all", loss="softmax")
+    logits = 7.0 * score_all(parts.regions, parts.nodes, parts.segments, config)
+    labels = torch.arange(6)
+    expected = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    torch.testing.assert_close(alignment_loss(parts, config, scale=7.0).loss, expected)
+
+
+def test_k_negatives_of_the_whole_batch_are_all_negatives():
+    parts = random_parts(6, 4, 8, seed=3)
+    for loss in ("softmax", "triplet"):
+        every = alignment_loss(parts, AlignmentConfig(loss=loss, negatives="all")).loss
+        k = alignment_loss(parts, AlignmentConfig(loss=loss, negatives="k", k=99)).loss
+        torch.testing.assert_close(every, k)
+
+
+@pytest.mark.parametrize("name", ["paper", "default", "exact", "single regions"])
+def test_the_order_of_the_regions_does_not_matter(name):
+    parts = random_parts(6, 5, 8, seed=4)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(0))
+    shuffled = Parts(parts.regions[:, order], parts.nodes, parts.segments)
+    torch.testing.assert_close(alignment_loss(shuffled, CONFIGS[name]).loss, alignment_loss(parts, CONFIGS[name]).loss)
+
+
+@pytest.mark.parametrize("name", ["paper", "default", "exact", "single regions"])
+def test_the_order_of_the_batch_does_not_matter(name):
+    parts = random_parts(6, 5, 8, seed=5)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    members = parts.nodes.split(parts.segments.lengths.tolist())
+    shuffled = Parts(
+        parts.regions[order],
+        torch.cat([members[i] for i in order]),
+        Segments.from_lengths(parts.segments.lengths[order]),
+    )
+    torch.testing.assert_close(alignment_loss(shuffled, CONFIGS[name]).loss, alignment_loss(parts, CONFIGS[name]).loss)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_of_chosen_pairs_equal_the_matrix(name):
+    parts = random_parts(5, 4, 8, seed=6)
+    scores = score_all(parts.regions, parts.nodes, parts.segments, CONFIGS[name])
+    image, caption = torch.tensor([0, 4, 2, 2]), torch.tensor([1, 4, 0, 3])
+    chosen = score_pairs(parts.regions, parts.nodes, parts.segments, image, caption, CONFIGS[name])
+    torch.testing.assert_close(chosen, scores[image, caption])
+
+
+def test_blocks_of_images_give_the_same_scores(monkeypatch):
+    parts = random_parts(7, 4, 8, seed=7)
+    whole = score_all(parts.regions, parts.nodes, parts.segments, CONFIGS["paper"])
+    monkeypatch.setattr("powerclip.alignment.score.BLOCK_ELEMENTS", 2 * len(parts.nodes) * 4)
+    torch.testing.assert_close(score_all(parts.regions, parts.nodes, parts.segments, CONFIGS["paper"]), whole)
+
+
+def test_mean_similarity_divides_nodes_by_leaves_and_scores_by_regions():
+    phrases = random_trees(4, 0)
+    generator = torch.Generator().manual_seed(0)
+    patches, words = torch.randn(4, 9, 8, generator=generator), torch.randn(4, 12, 8, generator=generator)
+    masks = random_boxes(4, 5, (3, 3), generator)
+    sums, means = (embed_parts(patches, masks, words, phrases, AlignmentConfig(similarity=s)) for s in ("sum", "mean"))
+    torch.testing.assert_close(means.nodes * phrases.node_sizes.unsqueeze(-1), sums.nodes)
+    q = torch.randn(len(sums.nodes), 3, 5)
+    torch.testing.assert_close(
+        aggregate(q, sums.segments, AlignmentConfig(similarity="mean")) * 5,
+        aggregate(q, sums.segments, AlignmentConfig(similarity="sum")),
+    )
+
+
+def test_centring_removes_what_all_patches_and_all_words_share():
+    phrases = random_trees(4, 1)
+    generator = torch.Generator().manual_seed(1)
+    patches, words = torch.randn(4, 9, 8, generator=generator), torch.randn(4, 12, 8, generator=generator)
+    masks = random_boxes(4, 5, (3, 3), generator)
+    plain = embed_parts(patches, masks, words, phrases, AlignmentConfig(centre=True))
+    shifted = embed_parts(patches + 3.0, masks, words - 2.0, phrases, AlignmentConfig(centre=True))
+    torch.testing.assert_close(shifted.regions, plain.regions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shifted.nodes, plain.nodes, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_tell_a_dead_batch_from_a_solved_one():
+    width = 4
+    nodes = torch.eye(width)
+    segments = Segments.from_lengths(torch.ones(width, dtype=torch.long))
+    solved = alignment_loss(Parts(torch.eye(width).unsqueeze(1), nodes, segments), CONFIGS["paper"])
+    dead = alignment_loss(Parts(-torch.ones(width, 1, width) / 2, nodes, segments), CONFIGS["paper"])
+    assert (solved.violation, solved.empty) == (0, 0)
+    assert (dead.violation, dead.empty) == (1, 1)
+
+
+def test_off_diagonal_and_hardest_skip_the_positive():
+    scores = torch.tensor([[9.0, 1.0, 2.0], [3.0, 9.0, 4.0], [6.0, 5.0, 9.0]])
+    assert off_diagonal(scores).tolist() == [[1.0, 2.0], [3.0, 4.0], [6.0, 5.0]]
+    assert hardest(scores, 1).flatten().tolist() == [2, 2, 0]
+    assert hardest(scores.T, 2).tolist() == [[2, 1], [2, 0], [1, 0]]
+
+
+def test_one_pair_alone_has_nothing_to_be_contrasted_with():
+    with pytest.raises(ValueError, match="at least 2 pairs"):
+        alignment_loss(random_parts(1, 3, 8, seed=0), AlignmentConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"similarity": "average"}, "alignment.similarity: 'average' is not one of sum, mean"),
+        ({"alpha": 1.5}, "alignment.alpha must lie in"),
+        ({"tau": 0.0}, "alignment.tau must be positive"),
+        ({"r2t": False, "t2r": False}, "nothing is left to align"),
+        ({"t1": "gelu", "empty_set": False}, "needs empty_set: true"),
+        ({"t2": "sigmoid", "empty_set": False}, "needs empty_set: true"),
+        ({"k": 0}, "alignment.k must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        AlignmentConfig(**settings)

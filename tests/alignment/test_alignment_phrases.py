@@ -1,0 +1,91 @@
+"""Phrases: Eqs. 3 and 4 by prefix sums, against loops."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from alignment_examples import random_trees
+
+from powerclip.alignment import embed_leaves, embed_nodes
+from powerclip.alignment.phrases import single_tokens
+
+
+def word_features(phrases, seed=0):
+    return torch.randn(*phrases.words.shape, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_leaves_and_nodes_equal_the_literal_sums(seed):
+    phrases = random_trees(4, seed)
+    words = word_features(phrases)
+    leaves = embed_leaves(words, phrases)
+    nodes = embed_nodes(leaves, phrases)
+    leaf = 0
+    node = 0
+    for caption in range(len(phrases)):
+        own = []
+        for _ in range(int(phrases.leaf_offsets[caption + 1] - phrases.leaf_offsets[caption])):
+            total = words[caption, phrases.leaf_start[leaf] : phrases.leaf_end[leaf]].sum(0)
+            own.append(total / total.norm())
+            torch.testing.assert_close(leaves[leaf], own[-1])
+            leaf += 1
+        for _ in range(int(phrases.node_offsets[caption + 1] - phrases.node_offsets[caption])):
+            members = own[int(phrases.node_start[node]) : int(phrases.node_end[node])]
+            torch.testing.assert_close(nodes[node], torch.stack(members).sum(0))
+            node += 1
+    assert node == len(nodes)
+
+
+def test_punctuation_inside_a_leaf_is_left_out():
+    phrases = random_trees(1, 0)
+    start, end = int(phrases.leaf_start[0]), int(phrases.leaf_end[0])
+    assert end - start >= 2
+    words = word_features(phrases)
+    phrases.words[0, start] = False
+    torch.testing.assert_close(embed_leaves(words, phrases)[0], F.normalize(words[0, start + 1 : end].sum(0), dim=0))
+
+
+def test_padding_that_holds_nan_does_not_spread():
+    phrases = random_trees(3, 1)
+    words = word_features(phrases)
+    poisoned = torch.where(phrases.words.unsqueeze(-1), words, torch.nan).requires_grad_()
+    leaves = embed_leaves(poisoned, phrases)
+    torch.testing.assert_close(leaves, embed_leaves(words, phrases))
+    (gradient,) = torch.autograd.grad(embed_nodes(leaves, phrases).sum(), poisoned)
+    assert gradient.isfinite().all()
+
+
+def test_a_caption_gives_the_same_phrases_alone_and_in_a_ragged_batch():
+    phrases = random_trees(4, 2)
+    words = word_features(phrases)
+    nodes = embed_nodes(embed_leaves(words, phrases), phrases)
+    caption = 2
+    leaf = slice(int(phrases.leaf_offsets[caption]), int(phrases.leaf_offsets[caption + 1]))
+    node = slice(int(phrases.node_offsets[caption]), int(phrases.node_offsets[caption + 1]))
+    alone = type(phrases)(
+        words=phrases.words[caption : caption + 1],
+        leaf_start=phrases.leaf_start[leaf],
+        leaf_end=phrases.leaf_end[leaf],
+        leaf_offsets=torch.tensor([0, leaf.stop - leaf.start]),
+        node_start=phrases.node_start[node],
+        node_end=phrases.node_end[node],
+        node_offsets=torch.tensor([0, node.stop - node.start]),
+        max_leaves=leaf.stop - leaf.start,
+    )
+    again = embed_nodes(embed_leaves(words[caption : caption + 1], alone), alone)
+    torch.testing.assert_close(again, nodes[node])
+
+
+def test_single_tokens_makes_every_word_a_leaf_and_a_node():
+    phrases = random_trees(4, 3)
+    words = word_features(phrases)
+    tokens = single_tokens(phrases)
+    nodes = embed_nodes(embed_leaves(words, tokens), tokens)
+    torch.testing.assert_close(nodes, F.normalize(words[phrases.words], dim=-1))
+    assert torch.equal(tokens.node_segments.lengths, phrases.words.sum(1))
+
+
+def test_moving_to_a_device_keeps_every_field():
+    phrases = random_trees(2, 4)
+    moved = phrases.to("meta")
+    assert moved.node_start.device.type == "meta"
+    assert moved.max_leaves == phrases.max_leaves
