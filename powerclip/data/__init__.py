@@ -1,0 +1,1 @@
+"""What training and evaluation read: embedded scenes, tokens, batches."""

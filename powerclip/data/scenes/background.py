@@ -1,0 +1,113 @@
+"""What lies behind the objects of a scene: a plain tint, a gradient, soft blobs or a woven texture.
+
+Axes: C scenes · H, W rows and columns of pixels
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from powerclip.data.scenes.vocabulary import COLOURS
+
+if TYPE_CHECKING:
+    from powerclip.data.scenes.layout import SceneObject
+
+KINDS = ("plain", "gradient", "blobs", "woven")
+_BLOBS = 6  # blobs across the frame
+# Least distance in RGB between the background and an object's colour, and between it and the object's shaded rim.
+_CONTRAST, _RIM_CONTRAST = 0.42, 0.36
+RIM_SHADE = 0.62  # the rim is this much of the object's brightness
+
+Colour = tuple[float, float, float]
+
+
+class Background(NamedTuple):
+    """A background: two nearby tints and how they mix. `phase` is a number in [0, 1) that makes it one of a kind."""
+
+    kind: str
+    near: Colour
+    far: Colour
+    angle: float
+    phase: float
+    light: float  # brightness of the whole picture
+
+
+def draw_background(objects: Sequence[SceneObject], rng: Random) -> Background:
+    """A background from which the colours of these objects stand out."""
+    colours = [(COLOURS[thing.colour], _CONTRAST) for thing in objects]
+    colours += [((RIM_SHADE * r, RIM_SHADE * g, RIM_SHADE * b), _RIM_CONTRAST) for (r, g, b), _ in colours]
+    near, contrast = (0.5, 0.5, 0.5), 0.0
+    for _ in range(20):
+        grey = 0.22 + 0.66 * rng.random()
+        tint = (grey + _tint(rng), grey + _tint(rng), grey + _tint(rng))
+        least = min(math.dist(tint, colour) / distance for colour, distance in colours)
+        if least > contrast:
+            near, contrast = tint, least
+        if contrast > 1:
+            break
+    shift = 0.09 if rng.random() < 0.5 else -0.09
+    far = (near[0] + shift, near[1] + shift, near[2] + shift)
+    kind, angle, phase = rng.choice(KINDS), 2 * math.pi * rng.random(), rng.random()
+    return Background(kind, near, far, angle, phase, light=0.92 + 0.12 * rng.random())
+
+
+def _tint(rng: Random) -> float:
+    return 0.18 * (rng.random() - 0.5)
+
+
+def draw_backgrounds(backgrounds: Sequence[Background], size: int) -> Tensor:
+    """[C, 3, H, W] float in about [0, 1], before lighting."""
+    near = torch.tensor([b.near for b in backgrounds])
+    far = torch.tensor([b.far for b in backgrounds])
+    phase = torch.tensor([b.phase for b in backgrounds])
+    angle = torch.tensor([b.angle for b in backgrounds])
+    across = ((torch.arange(size) + 0.5) / size - 0.5).expand(size, size)  # [H, W] x
+    down = across.T
+    mix = torch.zeros(len(backgrounds), size, size)
+    for kind in KINDS[1:]:
+        rows = torch.tensor([k for k, b in enumerate(backgrounds) if b.kind == kind], dtype=torch.long)
+        if len(rows):
+            mix[rows] = _MIXES[kind](angle[rows], phase[rows], across, down)
+    mix += 0.35 * (_noise(phase, size) - 0.5)
+    return near[:, :, None, None] + (far - near)[:, :, None, None] * mix[:, None]
+
+
+def _along(angle: Tensor, across: Tensor, down: Tensor) -> Tensor:
+    """[C, H, W] the coordinate along a direction, in [-0.71, 0.71]."""
+    return angle.cos()[:, None, None] * across + angle.sin()[:, None, None] * down
+
+
+def _gradient(angle: Tensor, phase: Tensor, across: Tensor, down: Tensor) -> Tensor:
+    return 0.5 + 1.4 * _along(angle, across, down)
+
+
+def _blobs(angle: Tensor, phase: Tensor, across: Tensor, down: Tensor) -> Tensor:
+    coarse = _noise(phase, _BLOBS)[:, None]
+    fine = torch.nn.functional.interpolate(coarse, size=across.shape, mode="bilinear", align_corners=True)
+    return 1.6 * fine[:, 0]
+
+
+def _woven(angle: Tensor, phase: Tensor, across: Tensor, down: Tensor) -> Tensor:
+    turns = 2 * math.pi * (4 + 3 * phase)[:, None, None]
+    one = torch.sin(turns * _along(angle, across, down))
+    other = torch.sin(turns * _along(angle + math.pi / 2, across, down))
+    return 0.5 + 0.5 * one * other
+
+
+_MIXES = {"gradient": _gradient, "blobs": _blobs, "woven": _woven}
+
+
+def _noise(phase: Tensor, size: int) -> Tensor:
+    """[C, H, W] in [0, 1): a hash of scene and pixel, in whole numbers so that every machine draws the same."""
+    row = torch.arange(size)
+    start = (phase.double() * 2**30).long()
+    # Kept to 32 bits: the products then stay below 2^63.
+    value = ((row * 374761393)[:, None] + (row * 668265263) + start[:, None, None]) & 0xFFFFFFFF
+    value = ((value ^ (value >> 13)) * 1274126177) & 0xFFFFFFFF
+    return ((value ^ (value >> 16)) & 0xFFFF).float() / 0x10000

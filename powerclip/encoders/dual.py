@@ -1,0 +1,116 @@
+"""The dual encoder: an open_clip model whose one forward pass gives global and dense features.
+
+Axes: C pairs · N patches · L tokens · D width
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powerclip.encoders.features import Features
+from powerclip.encoders.projection import project
+from powerclip.encoders.selector import PatchSelector
+from powerclip.encoders.text import check_text_tower, text_tower, walk_text
+from powerclip.encoders.vision import check_vision_tower, dropout_selector, walk_image
+
+MAX_LOGIT_SCALE = math.log(100)  # as in CLIP: a larger scale makes training unstable
+
+
+class DualEncoder(nn.Module):
+    """An image tower and a text tower of open_clip, with their patches and words.
+
+    Args:
+        clip: open_clip's `CLIP` or `CustomTextCLIP` with transformer towers; stays reachable as `.clip`.
+        config: its open_clip model config, kept for saving.
+
+    Raises:
+        UserError: the towers have no dense features in the space of their global embeddings.
+    """
+
+    def __init__(self, clip: nn.Module, config: dict[str, Any]) -> None:
+        super().__init__()
+        check_vision_tower(clip.visual)
+        check_text_tower(clip)
+        # nn.Module's attributes are typed Tensor | Module; open_clip's towers carry more than that.
+        self.clip: Any = clip
+        self.config = copy.deepcopy(config)
+        self._pad_id: int = self.config.get("text_cfg", {}).get("pad_id", 0)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches; patch (r, c) has index r · columns + c."""
+        rows, columns = self.clip.visual.grid_size
+        return rows, columns
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width, in pixels, of the images the model reads."""
+        height, width = self.clip.visual.image_size
+        return height, width
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a caption, start and end of text included."""
+        return self.clip.context_length
+
+    @property
+    def embed_dim(self) -> int:
+        """The width D that both towers share."""
+        return self.clip.visual.output_dim
+
+    def forward(self, images: Tensor, tokens: Tensor, selector: PatchSelector | None = None) -> Features:
+        """All features of images [C, 3, H, W] and tokens [C, L], L at most `context_length`.
+
+        Without a selector, a model configured with patch dropout drops patches at random while it trains.
+        """
+        if selector is None and self.training:
+            selector = dropout_selector(self.clip.visual)
+        pooled, patches, kept = walk_image(self.clip.visual, images, selector)
+        text, words = self.encode_words(tokens)
+        bias = self.clip.logit_bias
+        return Features(
+            image=self._image_embedding(pooled),
+            patches=project(patches, self.clip.visual.proj),
+            text=text,
+            words=words,
+            logit_scale=self.clip.logit_scale.exp().reshape(()),
+            logit_bias=None if bias is None else bias.reshape(()),
+            kept=kept,
+        )
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Normalised global embeddings [C, D] of whole images."""
+        return self._image_embedding(walk_image(self.clip.visual, images)[0])
+
+    def encode_patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised global embeddings [C, D] and all patches [C, N, D] of whole images."""
+        pooled, patches, _ = walk_image(self.clip.visual, images)
+        return self._image_embedding(pooled), project(patches, self.clip.visual.proj)
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Normalised global embeddings [C, D] of captions."""
+        return self._text_embedding(walk_text(self.clip, tokens, self._pad_id)[0])
+
+    def encode_words(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised global embeddings [C, D] and words [C, L, D] of captions."""
+        pooled, words = walk_text(self.clip, tokens, self._pad_id)
+        return self._text_embedding(pooled), project(words, text_tower(self.clip).text_projection)
+
+    @torch.no_grad()
+    def clamp_logit_scale(self) -> None:
+        """Keep the logit scale in [1, 100]: call it after each optimizer step."""
+        self.clip.logit_scale.clamp_(0, MAX_LOGIT_SCALE)
+
+    # The global embedding is projected on its own: a row of the projected tokens would differ from open_clip's result
+    # in the last bits, because a matrix product of another shape sums in another order.
+    def _image_embedding(self, pooled: Tensor) -> Tensor:
+        return F.normalize(project(pooled, self.clip.visual.proj), dim=-1)
+
+    def _text_embedding(self, pooled: Tensor) -> Tensor:
+        return F.normalize(project(pooled, text_tower(self.clip).text_projection), dim=-1)

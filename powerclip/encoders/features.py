@@ -1,0 +1,28 @@
+"""What the two towers say about a batch: global and dense embeddings.
+
+Axes: C pairs · N patches · L tokens · D width · n patches that stayed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Features:
+    """Embeddings of C images and C captions, from one forward pass of each tower.
+
+    Dense features are projected but not normalised: phrases and regions sum them first and normalise once, after
+    the sum (Eqs. 2 and 4). Words at padded positions carry no meaning and may even be NaN in a compiled tower:
+    select the real ones, never multiply by a mask.
+    """
+
+    image: Tensor  # [C, D] L2-normalised
+    patches: Tensor  # [C, N, D], or [C, n, D] where a selector dropped some
+    text: Tensor  # [C, D] L2-normalised
+    words: Tensor  # [C, L, D]
+    logit_scale: Tensor  # scalar, the factor itself (not its logarithm)
+    logit_bias: Tensor | None = None  # scalar, of models trained with a sigmoid loss
+    kept: Tensor | None = None  # [C, n] grid indices of the patches that stayed, None when all did

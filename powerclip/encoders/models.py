@@ -1,0 +1,183 @@
+"""From a name or a config to a dual encoder: open_clip's registry of models, its pretrained weights, or tiny towers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+
+from powerclip.encoders.dual import DualEncoder
+from powerclip.encoders.reason import reason
+from powerclip.encoders.weights import download, load_weights
+from powerclip.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything a model is made from, wherever it came from."""
+
+    config: dict[str, Any]  # open_clip's model_cfg
+    source: str  # what the messages call it: a name, or the path of a config file
+    preprocess: dict[str, Any] = field(default_factory=dict)  # open_clip's preprocess_cfg, where it is not the default
+    weights: Path | None = None
+    convert: bool = False  # published weights may be in an older layout; those in a directory fit their config
+
+
+def build(name: str | None = None, config: dict[str, Any] | None = None, pretrained: str | None = None) -> DualEncoder:
+    """Make a dual encoder from an open_clip model name or from an open_clip model config.
+
+    Args:
+        name: an open_clip model with ViT towers, such as `ViT-B-16`, or with its weights `ViT-B-16/laion2b_s34b_b88k`.
+        config: instead of a name, the towers themselves: `embed_dim`, `vision_cfg` and `text_cfg` as in open_clip.
+        pretrained: a tag of open_clip's pretrained weights for `name`, or a file with weights. Random without it.
+
+    Raises:
+        UserError: an unknown name or tag, a config without ViT towers, weights that are not there or do not fit.
+
+    Example:
+        >>> towers = {"embed_dim": 32, "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16,
+        ...           "layers": 2}, "text_cfg": {"context_length": 16, "width": 32, "heads": 2, "layers": 2}}
+        >>> build(config=towers).grid
+        (4, 4)
+    """
+    if (name is None) == (config is None):
+        raise UserError("a model is given by its name or by its config: one of the two")
+    if name is not None:
+        return assemble(named(name, pretrained))
+    assert config is not None
+    weights = None if pretrained is None else _weights_file(pretrained, "the model config")
+    return assemble(Blueprint(config, "the model config", weights=weights))
+
+
+def named(name: str, pretrained: str | None = None) -> Blueprint:
+    """Look up an open_clip model name and fetch its weights where some are asked for."""
+    name, tag = _split(name)
+    if tag is not None and pretrained is not None and tag != pretrained:
+        raise UserError(f"model {name!r}: two kinds of pretrained weights, {tag!r} and {pretrained!r}: give one")
+    pretrained = pretrained or tag
+    config = open_clip.get_model_config(name)
+    check_config(config, name)
+    if pretrained is None:
+        return Blueprint(config, name)
+
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    known = open_clip.get_pretrained_cfg(name, pretrained)
+    if not known:
+        if not Path(pretrained).is_file():
+            raise UserError(
+                f"model {name!r} has no pretrained weights {pretrained!r}{nearest(pretrained, tags)}, and there is no "
+                f"such file; known: {', '.join(tags) or 'none'}"
+            )
+        return Blueprint(config, name, weights=Path(pretrained), convert=True)
+    if known.get("quick_gelu"):
+        # Weights trained with QuickGELU give wrong features under GELU; open_clip would only warn.
+        config["quick_gelu"] = True
+    weights = download(known, f"{name} ({pretrained})")
+    return Blueprint(config, name, preprocess=known, weights=weights, convert=True)
+
+
+def assemble(blueprint: Blueprint) -> DualEncoder:
+    """Construct the towers and fill them with the weights, if there are any."""
+    config, source = blueprint.config, blueprint.source
+    check_config(config, source)
+    arguments = copy.deepcopy(config)
+    kind = open_clip.CustomTextCLIP if arguments.pop("custom_text", False) else open_clip.CLIP
+    try:
+        clip = kind(**arguments)
+    except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise UserError(f"{source}: these towers cannot be built: {reason(error)}") from error
+    preprocess = merge_preprocess_dict(PreprocessCfg(), blueprint.preprocess)
+    open_clip.set_model_preprocess_cfg(clip, preprocess | {"size": clip.visual.image_size})
+    try:
+        model = DualEncoder(clip, config)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    if blueprint.weights is not None:
+        load_weights(clip, blueprint.weights, source, convert=blueprint.convert)
+    return model
+
+
+def supported_models() -> list[str]:
+    """Names of the open_clip models whose towers are both plain transformers."""
+    return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+
+
+def check_config(config: object, source: str) -> None:
+    """Raise `UserError` when `config` is not an open_clip model config with ViT towers.
+
+    Looks before anything is built: a timm or Hugging Face tower would start a download.
+    """
+    if not isinstance(config, dict):
+        raise UserError(f"{source}: a model config is a mapping, not {type(config).__name__}")
+    for part in ("embed_dim", "vision_cfg", "text_cfg"):
+        if part not in config:
+            raise UserError(f"{source}: a model config needs {part!r}")
+    for part in ("vision_cfg", "text_cfg"):
+        if not isinstance(config[part], dict):
+            raise UserError(f"{source}: {part} is a mapping, not {type(config[part]).__name__}")
+    obstacle = _obstacle(config)
+    if obstacle is not None:
+        raise UserError(f"{source}: {obstacle}: choose a model with ViT towers, such as ViT-B-16")
+
+    top = [*inspect.signature(open_clip.CLIP).parameters, "custom_text"]
+    _check_keys(config, [key for key in top if key not in ("cast_dtype", "output_dict")], source, "")
+    for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
+        _check_keys(config[part], [item.name for item in dataclasses.fields(kind)], source, f"{part}.")
+    _check_heads(config, source)
+
+
+def _check_keys(given: dict[str, Any], known: list[str], source: str, where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"{source}: unknown setting {where}{key}{nearest(str(key), known)}")
+
+
+def _check_heads(config: dict[str, Any], source: str) -> None:
+    vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
+    text = open_clip.CLIPTextCfg(**config["text_cfg"])
+    for what, width, divisor in (
+        ("vision_cfg.width", vision.width, vision.head_width),
+        ("text_cfg.width", text.width, text.heads),
+    ):
+        if not isinstance(width, int) or not isinstance(divisor, int) or width < 1 or divisor < 1 or width % divisor:
+            other = "vision_cfg.head_width" if what.startswith("vision") else "text_cfg.heads"
+            raise UserError(f"{source}: {what} ({width}) must be a multiple of {other} ({divisor})")
+
+
+def _obstacle(config: dict[str, Any]) -> str | None:
+    if config["vision_cfg"].get("timm_model_name"):
+        return f"the image tower is timm's {config['vision_cfg']['timm_model_name']}"
+    if isinstance(config["vision_cfg"].get("layers"), list | tuple):
+        return "the image tower is a ResNet"
+    if config["text_cfg"].get("hf_model_name"):
+        return f"the text tower is Hugging Face's {config['text_cfg']['hf_model_name']}"
+    if "multimodal_cfg" in config:
+        return "the model is a CoCa with a caption decoder"
+    return None
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """`ViT-B-16/tag` → name and tag; `ViT-B/16`, as the papers write it, is a name."""
+    names = open_clip.list_models()
+    whole = name.replace("/", "-")
+    if whole in names:
+        return whole, None
+    head, _, tag = name.rpartition("/")
+    if head.replace("/", "-") in names:
+        return head.replace("/", "-"), tag
+    raise UserError(
+        f"there is no model or directory {name!r}{nearest(whole, supported_models())}; a name is one of open_clip's, "
+        "such as ViT-B-16, and a directory holds open_clip_config.json"
+    )
+
+
+def _weights_file(path: str, source: str) -> Path:
+    if not Path(path).is_file():
+        raise UserError(f"{source}: no weights file {path}")
+    return Path(path)

@@ -1,0 +1,52 @@
+"""Which patches stay: the hook for methods that drop patches before the image tower's transformer.
+
+Axes: C pairs · N patches · n patches that stay · D the tower's own width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PatchContext:
+    """What a selector may look at."""
+
+    images: Tensor  # [C, 3, H, W] normalised
+    patches: Tensor  # [C, N, D] embedded, position added, before the transformer
+
+
+class PatchSelector(Protocol):
+    """Chooses the patches that the transformer sees; the class token always stays."""
+
+    def __call__(self, context: PatchContext) -> Tensor:
+        """Indices [C, n] into the N patches, ascending in each row; every image keeps the same number n ≥ 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomPatches:
+    """Keeps a random share of the patches, drawn anew for each image."""
+
+    keep: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep is a share in (0, 1], not {self.keep}")
+
+    def __call__(self, context: PatchContext) -> Tensor:
+        """Draw the indices [C, n] on the device of the patches."""
+        count, patches = context.patches.shape[:2]
+        draw = torch.rand(count, patches, device=context.patches.device)
+        return draw.topk(max(1, int(patches * self.keep)), dim=1).indices.sort(dim=1).values
+
+
+def keep_patches(patches: Tensor, kept: Tensor) -> Tensor:
+    """The rows `kept` [C, n] of `patches` [C, N, D], as [C, n, D]."""
+    if kept.ndim != 2 or kept.shape[0] != patches.shape[0] or kept.shape[1] == 0:
+        raise ValueError(f"a patch selector returns indices [{patches.shape[0]}, n] with n ≥ 1, not {list(kept.shape)}")
+    return patches.gather(1, kept.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))

@@ -1,0 +1,61 @@
+"""What turns pictures and captions into a model's input: open_clip's preprocessing and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from open_clip import SimpleTokenizer
+from open_clip.tokenizer import HFTokenizer
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor
+
+from powerclip.encoders.dual import DualEncoder
+from powerclip.encoders.reason import reason
+from powerclip.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Preprocess = Callable[["Image.Image"], Tensor]  # a picture → [3, H, W], normalised
+
+
+class Tokenizer(Protocol):
+    """An open_clip tokenizer."""
+
+    context_length: int
+
+    def __call__(self, texts: str | list[str], context_length: int | None = None) -> Tensor:
+        """Token ids [C, context_length], padded."""
+        ...
+
+
+def preprocess_for(model: DualEncoder) -> Preprocess:
+    """The evaluation transform of `model`: resize, centre crop, normalise."""
+    return image_transform_v2(PreprocessCfg(**model.clip.visual.preprocess_cfg), is_train=False)
+
+
+def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenizer:
+    """The open_clip tokenizer of `model`, which reads as many tokens as the model does.
+
+    Args:
+        model: whose config names the tokenizer.
+        directory: where a Hugging Face tokenizer was saved beside the model; it is downloaded otherwise.
+    """
+    text = model.config["text_cfg"]
+    options: dict[str, Any] = text.get("tokenizer_kwargs") or {}
+    name = text.get("hf_tokenizer_name")
+    if not name:
+        return SimpleTokenizer(context_length=model.context_length, **options)
+    stored = directory is not None and any(directory.glob("tokenizer*"))
+    try:
+        return HFTokenizer(
+            str(directory) if stored else name,
+            context_length=model.context_length,
+            tokenizer_mode=text.get("tokenizer_mode"),
+            **options,
+        )
+    # transformers, the hub and the network raise a dozen unrelated types.
+    except Exception as error:
+        raise UserError(f"could not get the tokenizer {directory if stored else name}: {reason(error)}") from error

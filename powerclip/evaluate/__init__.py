@@ -1,0 +1,1 @@
+"""Benchmarks: pure metrics on embeddings, and the evaluations that compute the embeddings and call them."""

@@ -1,0 +1,168 @@
+"""Everything that is measured on the embedded scenes: retrieval, zero-shot, composition and the pointing game."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from powerclip.alignment.trees import Tree
+from powerclip.data import scenes as data
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.evaluate import composition, pointing, retrieval, zero_shot
+from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder
+
+TEMPLATES = ("{c}", "a picture of {c}", "there is {c}")  # the class name brings its article
+BATCH = 250
+
+
+@dataclass(frozen=True)
+class SceneResults:
+    """Shares of right answers (0 to 1), and what random answers would give."""
+
+    retrieval: retrieval.Retrieval
+    zero_shot: dict[int, float]  # top k → accuracy
+    composition: dict[str, float]  # kind of hard negative → accuracy
+    pointing: dict[str, float]  # kind of query, "words" or "text" → accuracy
+    chance: float  # of the pointing game
+    counts: dict[str, int]  # how many scenes, pictures, classes, comparisons and phrases were looked at
+
+    @property
+    def composition_mean(self) -> float:
+        """The unweighted mean over the kinds."""
+        return sum(self.composition.values()) / len(self.composition)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the means are written out as well."""
+        return {
+            **asdict(self),
+            "composition_mean": self.composition_mean,
+            "composition_groups": composition.group_means(self.composition),
+        }
+
+
+def evaluate_scenes(
+    encoder: DualEncoder,
+    tokenizer: CaptionTokenizer,
+    *,
+    count: int = 1000,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> SceneResults:
+    """Evaluate on `count` scenes of the test split (composition and pointing: the first half of them)."""
+    training = encoder.training
+    encoder.to(device).eval()
+    try:
+        with torch.inference_mode():
+            return _evaluate(encoder, tokenizer, count, seed, torch.device(device))
+    finally:
+        encoder.train(training)
+
+
+def _evaluate(
+    encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int, seed: int, device: torch.device
+) -> SceneResults:
+    scenes = data.test_scenes(count, seed)
+    images, patches = _encode_images(encoder, scenes, device)
+    captions = _encode_texts(encoder, tokenizer, [scene.caption for scene in scenes])
+    half = scenes[: (count + 1) // 2]
+    by_kind, comparisons = _composition(encoder, tokenizer, half, images, captions)
+    accuracy, pictures, classes = _zero_shot(encoder, tokenizer, count // 2, seed, device)
+    hits, phrases, chance = _pointing(encoder, tokenizer, half, patches)
+    return SceneResults(
+        retrieval=retrieval.recall(images, captions),
+        zero_shot=accuracy,
+        composition=by_kind,
+        pointing=hits,
+        chance=chance,
+        counts={
+            "retrieval": len(scenes),
+            "zero_shot": pictures,
+            "classes": classes,
+            "composition": comparisons,
+            "pointing": phrases,
+        },
+    )
+
+
+def scene_images(encoder: DualEncoder, scenes: Sequence[data.Scene]) -> Tensor:
+    """The scenes drawn at the encoder's size and normalised as it wants them: [C, 3, H, W] on the CPU."""
+    wants = encoder.clip.visual.preprocess_cfg
+    mean, std = (torch.tensor(wants[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return (data.render(scenes, encoder.image_size[0]).float() / 255 - mean) / std
+
+
+def _encode_images(encoder: DualEncoder, scenes: Sequence[data.Scene], device: torch.device) -> tuple[Tensor, Tensor]:
+    encoded = [
+        encoder.encode_patches(scene_images(encoder, scenes[start : start + BATCH]).to(device))
+        for start in range(0, len(scenes), BATCH)
+    ]
+    return torch.cat([image for image, _ in encoded]), torch.cat([patches for _, patches in encoded])
+
+
+def _encode_texts(encoder: DualEncoder, tokenizer: CaptionTokenizer, texts: Sequence[str]) -> Tensor:
+    parts = [text_queries(encoder, tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+    return torch.cat(parts)
+
+
+def _zero_shot(
+    encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int, seed: int, device: torch.device
+) -> tuple[dict[int, float], int, int]:
+    scenes = data.scene_batch(range(count), seed, "zero_shot")
+    images, _ = _encode_images(encoder, scenes, device)
+    names = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in data.zero_shot_classes()]
+    classes = zero_shot.class_embeddings(lambda texts: _encode_texts(encoder, tokenizer, texts), names, TEMPLATES)
+    labels = torch.tensor([data.zero_shot_label(scene) for scene in scenes], device=device)
+    return zero_shot.accuracy(images, classes, labels), count, len(names)
+
+
+def _composition(
+    encoder: DualEncoder,
+    tokenizer: CaptionTokenizer,
+    scenes: Sequence[data.Scene],
+    images: Tensor,
+    captions: Tensor,
+) -> tuple[dict[str, float], int]:
+    """Accuracy by kind; `images` and `captions` begin with the embeddings of `scenes`."""
+    pairs = [(k, kind, text) for k, scene in enumerate(scenes) for kind, text in data.hard_negatives(scene).items()]
+    which = torch.tensor([k for k, _, _ in pairs], device=images.device)
+    negatives = _encode_texts(encoder, tokenizer, [text for _, _, text in pairs])
+    preferred = composition.prefers_caption(images[which], captions[which], negatives)
+    return composition.accuracy_by_kind(preferred, [kind for _, kind, _ in pairs]), len(pairs)
+
+
+def _pointing(
+    encoder: DualEncoder, tokenizer: CaptionTokenizer, scenes: Sequence[data.Scene], patches: Tensor
+) -> tuple[dict[str, float], int, float]:
+    """Accuracy by kind of query; `patches` begin with those of `scenes`."""
+    phrases = [(k, span, box) for k, scene in enumerate(scenes) for span, box in scene.phrase_boxes]
+    boxes = torch.tensor([box for _, _, box in phrases], device=patches.device)
+    queries = {
+        "words": torch.cat(
+            [
+                word_queries(
+                    encoder,
+                    tokenizer,
+                    [scene.caption for scene in scenes[start : start + BATCH]],
+                    [
+                        Tree(scene.tree.leaves, tuple(span for span, _ in scene.phrase_boxes))
+                        for scene in scenes[start : start + BATCH]
+                    ],
+                )
+                for start in range(0, len(scenes), BATCH)
+            ]
+        ),
+        "text": _encode_texts(encoder, tokenizer, [scenes[k].caption[span.start : span.end] for k, span, _ in phrases]),
+    }
+    which = torch.tensor([k for k, _, _ in phrases], device=patches.device)
+    accuracy = {}
+    for name, query in queries.items():
+        heatmaps = patch_similarity(patches[which], query).unflatten(1, encoder.grid)
+        accuracy[name] = pointing.pointing_hits(heatmaps, boxes).double().mean().item()
+    return accuracy, len(phrases), pointing.chance(boxes, encoder.grid)

@@ -1,0 +1,47 @@
+"""Zero-shot classification: a class is the mean of its prompts, an image takes the nearest class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """One direction per class [classes, D]: prompts normalised, averaged, normalised again.
+
+    Args:
+        encode: embeds a list of captions, [captions, D].
+        names: the class names.
+        templates: sentences with `{c}` where the class name goes, as clip-benchmark writes them.
+    """
+    if not names or not templates:
+        raise ValueError("zero-shot classification needs at least one class name and one template")
+    missing = [template for template in templates if "{c}" not in template]
+    if missing:
+        raise ValueError(f"template {missing[0]!r} has no {{c}} for the class name")
+    classes = []
+    for name in names:
+        prompts = encode([template.replace("{c}", name) for template in templates])
+        classes.append(normalize(prompts, dim=-1).mean(0))
+    return normalize(torch.stack(classes), dim=-1)
+
+
+def accuracy(images: Tensor, classes: Tensor, labels: Tensor, cutoffs: Sequence[int] = (1, 5)) -> dict[int, float]:
+    """Share of images whose class is among the k nearest, for each k.
+
+    Ties and NaN count against the model.
+
+    Args:
+        images: normalised embeddings [images, D].
+        classes: normalised embeddings [classes, D].
+        labels: the right class of each image [images].
+        cutoffs: the values of k.
+    """
+    scores = images @ classes.T
+    own = labels[:, None]
+    ahead = ~(scores < scores.gather(1, own))
+    ranks = ahead.sum(1) - ahead.gather(1, own)[:, 0].long()
+    return {k: (ranks < k).double().mean().item() for k in cutoffs}

@@ -1,0 +1,269 @@
+"""Recipes: a training run as one YAML file, typed, checked to the last key, extended rather than copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.errors import UserError, nearest
+from powerclip.train import schema, yaml_text
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Which towers: an open_clip model by name, or an open_clip model config written out."""
+
+    name: str | None = None
+    config: dict[str, Any] | None = None
+    pretrained: str | None = None  # an open_clip tag or a checkpoint file
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.config is None):
+            state = "both are" if self.name else "neither is"
+            raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Where the pairs come from."""
+
+    source: Literal["scenes"] = "scenes"
+    seed: int = 0
+    workers: int = 1  # threads that prepare batches ahead; 0: each batch is made when it is needed
+
+    def __post_init__(self) -> None:
+        _at_least(0, data_seed=self.seed, data_workers=self.workers)
+
+
+@dataclass(frozen=True)
+class RegionsSection:
+    """Which regions of an image take part (§3.2)."""
+
+    kind: Literal["random"] = "random"
+    count: int = 10  # M
+
+    def __post_init__(self) -> None:
+        _at_least(1, regions_count=self.count)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """AdamW with linear warm-up and cosine decay; the numbers of the common CC12M recipe."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.2
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-6
+    warmup: int = 0  # steps
+    schedule: Literal["cosine", "constant"] = "cosine"
+    grad_clip: float | None = None  # largest gradient norm
+
+    def __post_init__(self) -> None:
+        _at_least(0, optim_lr=self.lr, optim_weight_decay=self.weight_decay, optim_warmup=self.warmup)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} must lie in [0, 1), not {getattr(self, name)}")
+        if not self.eps > 0:
+            raise ValueError(f"optim.eps must be positive, not {self.eps}")
+        if self.grad_clip is not None and not self.grad_clip > 0:
+            raise ValueError(f"optim.grad_clip must be positive or null, not {self.grad_clip}")
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """How long, on what, and what is written down on the way."""
+
+    steps: int = 1000
+    batch_size: int = 128  # C
+    seed: int = 0  # of the weights and the regions; the scenes have data.seed
+    device: str = "auto"  # auto: a GPU when there is one
+    precision: Literal["float32", "bf16"] = "float32"
+    log_every: int = 10
+    checkpoint_every: int = 100  # 0: only the finished model is written
+    keep: int = 2  # checkpoints
+    evaluate_every: int = 0  # 0: never
+
+    def __post_init__(self) -> None:
+        _at_least(1, train_steps=self.steps, train_log_every=self.log_every, train_keep=self.keep)
+        # One pair has no negative to be told apart from.
+        _at_least(2, train_batch_size=self.batch_size)
+        _at_least(
+            0,
+            train_seed=self.seed,
+            train_checkpoint_every=self.checkpoint_every,
+            train_evaluate_every=self.evaluate_every,
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a training run."""
+
+    model: ModelSection
+    objective: Literal["clip", "powerclip"] = "powerclip"
+    nodes: Literal["phrases", "all"] = "phrases"  # all: single words that hang under a phrase are nodes too
+    data: DataSection = field(default_factory=DataSection)
+    regions: RegionsSection = field(default_factory=RegionsSection)
+    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+
+
+# What may change between the parts of one run: it steers how the run is watched, not what it computes.
+FREE_ON_RESUME = frozenset(
+    {
+        "data.workers",
+        "train.device",
+        "train.log_every",
+        "train.checkpoint_every",
+        "train.keep",
+        "train.evaluate_every",
+    }
+)
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, on top of what it extends, with `key=value` overrides on top of that."""
+    path = find_recipe(name)
+    values: dict[str, Any] = {}
+    for file, layer in _layers(path):
+        values = _merge(values, schema.check(layer, Recipe, str(file)))
+    for override in overrides:
+        values = _merge(values, schema.check(_parse_override(override), Recipe, "command line"))
+    return _build(values, f"{path} with {' '.join(overrides)}" if overrides else str(path))
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """The recipe in a YAML text that extends nothing, such as the snapshot in a run folder."""
+    return _build(schema.check(yaml_text.parse(text, where), Recipe, where), where)
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe as YAML, defaults included; `parse_recipe` reads it back."""
+    return yaml_text.write(asdict(recipe))
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """What separates two recipes so that one cannot continue the other: `optim.lr: 0.001 → 0.002`, …"""
+    before, after = _flatten(asdict(old)), _flatten(asdict(new))
+    return [
+        f"{key}: {before.get(key)} → {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if key not in FREE_ON_RESUME and before.get(key) != after.get(key)
+    ]
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A recipe's file: the path as given, else a recipe that ships with the package (`quickstart/clip`)."""
+    given = Path(name)
+    if given.is_file():
+        return given
+    if given.is_dir():
+        raise UserError(f"recipe {given} is a folder; name a .yaml file in it")
+    shipped = shipped_recipes()
+    # `recipes/quickstart/clip.yaml` is how the repository spells it; it should work from anywhere.
+    parts = given.parts[1:] if given.parts[:1] == ("recipes",) else given.parts
+    key = Path(*parts).with_suffix("").as_posix() if parts else ""
+    if key in shipped:
+        return shipped[key]
+    hint = nearest(key, list(shipped)) or (f"; shipped: {', '.join(shipped)}" if shipped else "")
+    raise UserError(f"no recipe file {given}{hint}")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of the recipes that come with the package."""
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "recipes"
+    if not folder.is_dir():  # an editable install: the repository keeps them beside the package
+        folder = package.parent / "recipes"
+        if not (package.parent / "pyproject.toml").is_file():
+            return {}
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+
+
+def _layers(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The chain of files that `path` extends, the farthest first, each with its own values."""
+    layers: list[tuple[Path, dict[str, Any]]] = []
+    seen: list[Path] = []
+    while True:
+        if path.resolve() in seen:
+            chain = " → ".join(file.name for file, _ in reversed(layers))
+            raise UserError(f"{path}: recipes extend each other in a circle ({path.name} → {chain})")
+        seen.append(path.resolve())
+        values = _read(path)
+        parent = values.pop("extends", None)
+        layers.insert(0, (path, values))
+        if parent is None:
+            return layers
+        if not isinstance(parent, str):
+            raise UserError(f"{path}: 'extends' must be the path of one recipe, got {parent!r}")
+        if not (path.parent / parent).is_file():
+            raise UserError(f"{path}: extends {parent}, but there is no file {path.parent / parent}")
+        path = path.parent / parent
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file") from None
+    values = yaml_text.parse(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a mapping of keys to values, not a {type(values).__name__}")
+    return values
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"command line: {text!r} is not key=value (for example optim.lr=1e-3)")
+    nested: Any = yaml_text.parse(value, f"command line, {key}")
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested  # type: ignore[no-any-return]
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        # A preset is a place to start from: what was set before it does not survive it.
+        fresh = top and key == "alignment" and "preset" in value
+        if not fresh and isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value, top=False)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _build(values: dict[str, Any], where: str) -> Recipe:
+    if "model" not in values:
+        raise UserError(f"{where}: no model; set model.name or model.config")
+    try:
+        alignment = AlignmentConfig.named(**values.get("alignment", {}))
+        rest = {key: value for key, value in values.items() if key != "alignment"}
+        return schema.build(Recipe, {**rest, "alignment": asdict(alignment)})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _at_least(minimum: int, **values: float) -> None:
+    """Each value, named section_key, is at least `minimum` (which NaN is not)."""
+    for name, value in values.items():
+        if not value >= minimum:
+            raise ValueError(f"{name.replace('_', '.', 1)} must be at least {minimum}, not {value}")

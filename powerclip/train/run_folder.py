@@ -1,0 +1,84 @@
+"""The folder of a run: what lies where, and when a run may begin, continue or replace another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from powerclip.errors import UserError
+from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`recipe.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once finished, `model/`."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as it was run, with every default spelled out."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line for each logged step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files for tensorboard."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where an unfinished run continues from."""
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model as an open_clip directory. It is written last: where it is, the run is finished."""
+        return self.root / "model"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its last step."""
+        return self.model.is_dir()
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """UserError when something is there that a new run must not replace."""
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is a file; choose another --output folder")
+        if not self.root.is_dir() or not any(self.root.iterdir()):
+            return
+        if not self.recipe.is_file():
+            raise UserError(f"{self.root} is not empty and not a run; choose another --output folder")
+        if not overwrite:
+            state = "a finished" if self.finished else "an unfinished"
+            ways = "" if self.finished else "--resume to continue it, "
+            raise UserError(
+                f"{self.root} holds {state} run; use {ways}--overwrite to replace it, or another --output folder"
+            )
+
+    def begin(self, recipe: Recipe) -> None:
+        """Make the folder, clear it of an earlier run, and note the recipe."""
+        # The model first: a half-cleared folder must not look like a finished run. Only what a run writes goes.
+        for path in (self.model, self.checkpoints, self.tensorboard):
+            shutil.rmtree(path, ignore_errors=True)
+        self.metrics.unlink(missing_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
+        unfinished = self.recipe.with_name(f".{self.recipe.name}.unfinished")
+        unfinished.write_text(dump(recipe), encoding="utf-8")
+        os.replace(unfinished, self.recipe)
+
+    def check_same(self, recipe: Recipe) -> None:
+        """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`."""
+        if not self.recipe.is_file():
+            raise UserError(f"nothing to resume in {self.root}; leave --resume out to begin a run there")
+        begun = parse_recipe(self.recipe.read_text(encoding="utf-8"), str(self.recipe))
+        changed = differences(begun, recipe)
+        if changed:
+            shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+            raise UserError(f"cannot resume {self.root} with another recipe ({shown})")

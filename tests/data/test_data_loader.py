@@ -1,0 +1,109 @@
+"""Batches of scenes: a function of the seeds and the step, in the form that the towers read."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from powerclip.data.batch import Batch
+from powerclip.data.loader import CLIP_MEAN, CLIP_STD, SceneLoader
+from powerclip.data.scenes import generate, render
+from powerclip.data.tokens import CaptionTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CaptionTokenizer:
+    return CaptionTokenizer()
+
+
+def loader(tokenizer: CaptionTokenizer, **options: object) -> SceneLoader:
+    chosen = {"image_size": (32, 32), "grid": (4, 4), "batch_size": 6, "regions": 5, **options}
+    return SceneLoader(tokenizer=tokenizer, **chosen)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    tensors = [(getattr(a, name), getattr(b, name)) for name in ("images", "tokens", "regions")]
+    tensors += [(getattr(a.phrases, f.name), getattr(b.phrases, f.name)) for f in fields(a.phrases)]
+    return a.keys == b.keys and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors)
+
+
+def test_a_batch_depends_on_its_step_alone_and_not_on_what_came_before(tokenizer):
+    one, other = loader(tokenizer), loader(tokenizer)
+    for step in range(3):
+        one.batch(step)
+    assert same(one.batch(7), other.batch(7))
+    assert not same(one.batch(7), other.batch(8))
+
+
+def test_steps_follow_each_other_through_the_scenes_without_repetition(tokenizer):
+    made = loader(tokenizer, seed=3)
+    keys = [key for step in range(4) for key in made.batch(step).keys]
+    assert keys == [f"train-3-{index}" for index in range(24)]
+
+
+def test_pictures_and_captions_are_those_of_the_scenes(tokenizer):
+    batch = loader(tokenizer, seed=2).batch(1)
+    scenes = [generate(2, 6 + i, "train") for i in range(6)]
+    pixels = batch.images * torch.tensor(CLIP_STD).view(3, 1, 1) + torch.tensor(CLIP_MEAN).view(3, 1, 1)
+    assert torch.equal((pixels * 255).round().byte(), render(scenes, 32))
+    expected = tokenizer.tokenizer([scene.caption for scene in scenes])
+    assert torch.equal(batch.tokens, expected[:, : batch.tokens.shape[1]])
+    assert not expected[:, batch.tokens.shape[1] :].any()
+
+
+def test_shapes_are_those_of_the_grid_and_the_batch(tokenizer):
+    batch = loader(tokenizer).batch(0)
+    assert batch.images.shape == (6, 3, 32, 32)
+    assert batch.regions.shape == (6, 5, 16)
+    assert batch.regions.any(-1).all()
+    assert batch.phrases.words.shape == batch.tokens.shape
+    assert len(batch.phrases.node_offsets) == 7
+
+
+def test_boxes_follow_their_own_seed_and_change_from_step_to_step(tokenizer):
+    first, other = loader(tokenizer), loader(tokenizer, region_seed=1)
+    assert torch.equal(first.batch(0).images, other.batch(0).images)
+    assert not torch.equal(first.batch(0).regions, other.batch(0).regions)
+    # Seed and step do not add up to the same boxes.
+    assert not torch.equal(first.batch(1).regions, other.batch(0).regions)
+    assert not torch.equal(first.batch(2**33).regions, first.batch(0).regions)
+
+
+def test_all_nodes_are_at_least_the_phrases(tokenizer):
+    phrases = loader(tokenizer).batch(0).phrases
+    everything = loader(tokenizer, nodes="all").batch(0).phrases
+    assert (everything.node_offsets.diff() >= phrases.node_offsets.diff()).all()
+    assert len(everything.node_start) > len(phrases.node_start)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_stream_gives_its_steps_in_order_however_it_is_made(tokenizer, workers):
+    made = loader(tokenizer, workers=workers)
+    streamed = list(made.stream(2, 9))
+    assert len(streamed) == 7
+    assert all(same(batch, made.batch(step)) for step, batch in enumerate(streamed, start=2))
+
+
+def test_a_stream_that_is_left_early_stops_its_threads(tokenizer):
+    import threading
+
+    batches = loader(tokenizer, workers=2).stream(0, 1000)
+    next(batches)
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scenes")]
+
+
+def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("no scene")
+
+    monkeypatch.setattr("powerclip.data.loader.generate", broken)
+    with pytest.raises(RuntimeError, match="no scene"):
+        next(loader(tokenizer, workers=1).stream(0, 5))
+
+
+def test_pictures_that_are_not_square_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="square"):
+        loader(tokenizer, image_size=(32, 64))
