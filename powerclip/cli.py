@@ -1,4 +1,4 @@
-"""The command line: `powerclip train · quickstart · ground`.
+"""The command line: `powerclip train · compare · quickstart · ground`.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -9,15 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from powerclip import __version__
 from powerclip.errors import UserError
-
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder
 
 app = typer.Typer(
     name="powerclip",
@@ -78,7 +75,8 @@ def options(
     epilog="\b\nExamples:\n"
     "  powerclip train --recipe recipes/quickstart/powerclip.yaml\n"
     "  powerclip train --recipe quickstart/clip optim.lr=5e-4 train.steps=500 --output runs/longer\n"
-    "  powerclip train --recipe quickstart/clip --output runs/longer --resume"
+    "  powerclip train --recipe quickstart/clip --output runs/longer --resume\n"
+    "  POWERCLIP_DATA=~/data powerclip train --recipe captions10k/powerclip"
 )
 def train(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe file, or the name of a shipped one.")],
@@ -95,7 +93,7 @@ def train(
     """Train a model as a recipe says.
 
     The folder gets the recipe as it was run, metrics.jsonl, tensorboard files, checkpoints, and at the end the model
-    as an open_clip directory.
+    as an open_clip directory and results.json with the scores that the recipe's evaluation section asks for.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: continue the run or replace it")
@@ -106,23 +104,53 @@ def train(
     with interruptible(f"continue with the same command and --resume (the run is in {folder})"):
         from powerclip.train.loop import train as run
 
-        run(loaded, folder, resume=resume, overwrite=overwrite, quiet=quiet, evaluate=scene_scores)
+        run(loaded, folder, resume=resume, overwrite=overwrite, quiet=quiet)
 
 
-def scene_scores(encoder: DualEncoder) -> dict[str, float]:
-    """What `train.evaluate_every` logs: the means of the benchmarks on the embedded test scenes."""
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import tokenizer_for
-    from powerclip.evaluate.scenes import evaluate_scenes
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip compare studies/captions10k.yaml --seeds 5\n"
+    "  powerclip compare studies/captions10k.yaml train.steps=100 --only paper --output runs/short\n"
+    "  powerclip compare quickstart/clip quickstart/powerclip train.steps=100"
+)
+def compare(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="STUDY|RECIPE… [KEY=VALUE…]", help="A study file, or recipes to compare.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The study's folder. [default: runs/NAME-OF-STUDY]")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0 on.")] = 3,
+    seed_list: Annotated[str | None, typer.Option("--seed-list", help="Which seeds instead: 0,1,7")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="A setting to run beside the baseline; may be repeated.")
+    ] = None,
+    keep_models: Annotated[bool, typer.Option("--keep-models", help="Save the trained models too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the table only.")] = False,
+) -> None:
+    """Train several settings over several seeds and compare them in one table.
 
-    device = next(encoder.parameters()).device
-    results = evaluate_scenes(encoder, CaptionTokenizer(tokenizer_for(encoder)), count=500, device=device)
-    return {
-        "retrieval": results.retrieval.mean,
-        "zero_shot": results.zero_shot[1],
-        "composition": results.composition_mean,
-        "pointing": results.pointing["words"],
-    }
+    A study file names a recipe and what each setting changes in it; recipes can be compared directly, the first is the
+    baseline. Runs that are finished are kept: the same command goes on where it stopped.
+    """
+    files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
+    overrides = [argument for argument in arguments if argument not in files]
+    chosen = parse_seeds(seed_list) if seed_list is not None else list(range(seeds))
+    with interruptible("the same command goes on with the runs that are left"):
+        from powerclip.analysis.study import read_study
+        from powerclip.analysis.study_run import run_study
+
+        study = read_study(files, overrides)
+        folder = output or Path("runs") / (Path(files[0]).stem if len(files) == 1 else "compare")
+        run_study(study.only(only) if only else study, folder, chosen, keep_models=keep_models, quiet=quiet)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds in `0,1,7`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UserError(f"--seed-list: {text!r} is not a list of whole numbers such as 0,1,7")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 @app.command(epilog="\b\nExamples:\n  powerclip quickstart\n  powerclip quickstart --seed 1 --output runs/quickstart-1")
@@ -149,9 +177,9 @@ def quickstart(
 
 @app.command(
     epilog="\b\nExamples:\n"
-    '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/powerclip/model -o out.png\n'
+    '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
     '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 '
-    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o out.png'
+    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png'
 )
 def ground(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A picture.")],
@@ -167,7 +195,8 @@ def ground(
     with interruptible("nothing was written"):
         from powerclip.analysis.ground import ground as ground_image
 
-        ground_image(image, caption, model, output, brackets=tree)
+        written = ground_image(image, caption, model, output, brackets=tree)
+    print(f"heatmaps: {written}")
 
 
 if __name__ == "__main__":

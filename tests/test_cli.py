@@ -45,7 +45,7 @@ def call(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argumen
     return (0 if code is None else int(code)), capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["ground", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["compare", "--help"]])
 def test_help_does_not_wait_for_torch(arguments):
     code = (
         "import sys; sys.argv = ['powerclip', *sys.argv[1:]]\n"
@@ -64,7 +64,7 @@ def test_help_does_not_wait_for_torch(arguments):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["train", "quickstart", "ground"])
+@pytest.mark.parametrize("command", ["train", "compare", "quickstart", "ground"])
 def test_each_command_shows_examples_that_call_it(command):
     shown = CliRunner().invoke(cli.app, [command, "--help"])
     assert shown.exit_code == 0
@@ -82,7 +82,7 @@ def test_a_recipe_runs_from_the_command_line_and_refuses_to_run_over_itself(tmp_
     assert done.returncode == 0, done.stderr
     assert "step 3/3" in done.stdout
     assert (tmp_path / "run" / "model" / "open_clip_config.json").is_file()
-    scores = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "evaluate/retrieval" in row]
+    scores = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "evaluate/scenes/retrieval" in row]
     assert [row["step"] for row in scores] == [2, 3]
     code, error = call(monkeypatch, capsys, *arguments)
     assert code == 2
@@ -103,6 +103,12 @@ def test_a_recipe_runs_from_the_command_line_and_refuses_to_run_over_itself(tmp_
             ["train", "--recipe", "quickstart/clip", "model.config=null", "model.name=ViT-B-61", "--output", "run"],
             "ViT-B-61",
         ),
+        (["train", "--recipe", "captions10k/clip", "data.shards=nowhere.tar"], "nothing matches nowhere.tar"),
+        (["compare", "gone.yaml"], "no study file gone.yaml"),
+        (["compare", "train.steps=3"], "name a study file"),
+        (["compare", "quickstart/clip", "quickstart/powrclip"], "did you mean 'quickstart/powerclip'?"),
+        (["compare", "quickstart/clip", "quickstart/powerclip", "--only", "powrclip"], "did you mean 'powerclip'?"),
+        (["compare", "quickstart/clip", "quickstart/powerclip", "--seed-list", "0,one"], "such as 0,1,7"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, expected):

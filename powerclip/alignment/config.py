@@ -11,7 +11,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The combination that the paper prints: Definitions 1 and 2, Eq. 8 and Appendix F.
     "paper": {
         "similarity": "sum",
-        "centre": False,
+        "centre": "none",
         "empty_set": True,
         "negatives": "hardest",
         "loss": "triplet",
@@ -29,8 +29,11 @@ class AlignmentConfig:
     # How regions and phrases are compared
     aggregation: Literal["nla", "exact"] = "nla"
     similarity: Literal["sum", "mean"] = "mean"  # mean: p_B over its leaves, both aggregations over M
-    centre: bool = False  # subtract the batch mean of patch and of word features before pooling
+    centre: Literal["none", "batch", "image"] = (
+        "batch"  # which mean is subtracted from the patch features before pooling
+    )
     empty_set: bool = False  # whether A may be ∅ in 2^M
+    largest_set: int = 0  # most regions in a phrase's best set (T2R); 0: any number, as printed
     tau: float = 0.001
     alpha: float = 0.75
     t1: Literal["softplus", "relu", "gelu", "swish"] = "softplus"
@@ -65,6 +68,7 @@ class AlignmentConfig:
             "preset": tuple(PRESETS),
             "aggregation": ("nla", "exact"),
             "similarity": ("sum", "mean"),
+            "centre": ("none", "batch", "image"),
             "t1": ("softplus", "relu", "gelu", "swish"),
             "t2": ("tanh", "sigmoid", "softsign"),
             "loss": ("triplet", "softmax"),
@@ -85,11 +89,13 @@ class AlignmentConfig:
                 raise ValueError(f"alignment.{name} must not be negative, not {getattr(self, name)}")
         if self.k < 1:
             raise ValueError(f"alignment.k must be at least 1, not {self.k}")
+        if self.largest_set < 0:
+            raise ValueError(f"alignment.largest_set must not be negative, not {self.largest_set}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
         if not self.empty_set and self.aggregation == "nla" and self.region_sets:
             # Only these have a closed form over the non-empty sets.
-            if self.t2r and self.t1 not in ("softplus", "relu"):
+            if self.t2r and not self.largest_set and self.t1 not in ("softplus", "relu"):
                 raise ValueError(f"alignment.t1: {self.t1} needs empty_set: true (softplus and relu do not)")
             if self.r2t and self.t2 != "tanh":
                 raise ValueError(f"alignment.t2: {self.t2} needs empty_set: true (tanh does not)")

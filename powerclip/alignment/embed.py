@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
@@ -29,10 +30,12 @@ def embed_parts(patches: Tensor, masks: Tensor, words: Tensor, phrases: Phrases,
     patches, words = patches.float(), words.float()
     if not config.parse_trees:
         phrases = single_tokens(phrases)
-    if config.centre:
-        # What all pictures share, and all captions, says nothing about which belong together.
-        patches = patches - patches.mean((0, 1))
-        words = words - words[phrases.words].mean(0)
+    if config.centre != "none":
+        # What all captions share says nothing about which picture is theirs; the same for all pictures, and for all
+        # patches of one picture.
+        patches = patches - patches.mean((0, 1) if config.centre == "batch" else 1, keepdim=True)
+        # Selected, not indexed: the number of words is not asked of the GPU.
+        words = words - torch.where(phrases.words.unsqueeze(-1), words, 0.0).sum((0, 1)) / phrases.words.sum()
     nodes = embed_nodes(embed_leaves(words, phrases), phrases)
     if config.similarity == "mean":
         nodes = nodes / phrases.node_sizes.unsqueeze(-1)

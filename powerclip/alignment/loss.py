@@ -63,11 +63,11 @@ def alignment_loss(parts: Parts, config: AlignmentConfig, scale: Tensor | float 
     with torch.no_grad():
         worst = row.amax(-1)
         own = torch.arange(count, device=scores.device)
-        q, _ = pair_similarities(regions, nodes, segments, own, own)
+        q, real = pair_similarities(regions, nodes, segments, own, own)
         return Alignment(
             loss=loss,
             violation=(worst >= positive).float().mean(),
-            empty=(q.amax((-1, -2)) <= 0).float().mean(),
+            empty=((q.amax(-1) <= 0) & real).sum() / real.sum(),
             positive=positive.mean(),
             negative=worst.mean(),
         )

@@ -29,7 +29,9 @@ class Phrases:
     node_start: Tensor  # [T] first leaf of the node, counted within its caption
     node_end: Tensor  # [T] one past its last leaf, counted within its caption
     node_offsets: Tensor  # [C+1] caption c owns nodes node_offsets[c] … node_offsets[c+1]-1
-    max_leaves: int  # most leaves of any caption here: kept as a number so that the GPU is never asked for it
+    # Kept as numbers so that the GPU is never asked for them:
+    max_leaves: int  # most leaves of any caption here
+    max_nodes: int  # most nodes of any caption here
 
     def __len__(self) -> int:
         return len(self.words)
@@ -45,12 +47,12 @@ class Phrases:
     @property
     def leaf_segments(self) -> Segments:
         """Which caption each leaf belongs to."""
-        return Segments.from_offsets(self.leaf_offsets)
+        return Segments.from_lengths(self.leaf_offsets.diff(), len(self.leaf_start), self.max_leaves)
 
     @property
     def node_segments(self) -> Segments:
         """Which caption each node belongs to."""
-        return Segments.from_offsets(self.node_offsets)
+        return Segments.from_lengths(self.node_offsets.diff(), len(self.node_start), self.max_nodes)
 
     @property
     def node_sizes(self) -> Tensor:
@@ -64,6 +66,7 @@ def single_tokens(phrases: Phrases) -> Phrases:
     counts = phrases.words.sum(-1)
     offsets = F.pad(counts.cumsum(0), (1, 0))
     leaf = torch.arange(len(place), device=place.device) - offsets[caption]
+    longest = int(counts.max())
     return Phrases(
         words=phrases.words,
         leaf_start=place,
@@ -72,7 +75,8 @@ def single_tokens(phrases: Phrases) -> Phrases:
         node_start=leaf,
         node_end=leaf + 1,
         node_offsets=offsets,
-        max_leaves=int(counts.max()),
+        max_leaves=longest,
+        max_nodes=longest,
     )
 
 

@@ -1,11 +1,15 @@
 """Reductions over ragged groups that lie end to end along the first axis.
 
-Axes: T members of all groups · S groups · … anything
+Groups are laid out as rows of a rectangle, padded to the longest one of the batch, and reduced there: no atomic
+operations, so two runs give the same bits.
+
+Axes: T members of all groups · S groups · K members of the longest group · … anything
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +21,54 @@ class Segments:
 
     index: Tensor  # [T] group of each member
     lengths: Tensor  # [S] members of each group
+    longest: int  # K
 
     @classmethod
-    def from_offsets(cls, offsets: Tensor) -> Segments:
-        """Groups given as an offsets vector [S+1]."""
-        return cls.from_lengths(offsets.diff())
-
-    @classmethod
-    def from_lengths(cls, lengths: Tensor) -> Segments:
-        """Groups given by how many members each has [S]."""
+    def from_lengths(cls, lengths: Tensor, total: int | None = None, longest: int | None = None) -> Segments:
+        """Groups given by how many members each has [S]. With T and K given, the GPU is not asked for them."""
         groups = torch.arange(len(lengths), device=lengths.device)
-        return cls(torch.repeat_interleave(groups, lengths), lengths)
+        index = torch.repeat_interleave(groups, lengths, output_size=total)
+        return cls(index, lengths, int(lengths.max()) if longest is None else longest)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The members of each group as rows [S, K], and which entries are real; the others say member 0."""
+        place = torch.arange(self.longest, device=self.index.device)
+        first = self.lengths.cumsum(0) - self.lengths
+        real = place < self.lengths.unsqueeze(-1)
+        return torch.where(real, first.unsqueeze(-1) + place, 0), real
 
     def lengths_like(self, values: Tensor) -> Tensor:
         """The lengths [S, 1, …] in the dtype of `values` [S, …], ready to divide by."""
         return self.lengths.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
 
 
+class _Pad(torch.autograd.Function):
+    """Rows of a rectangle from members; its gradient is the way back, not a sum over rows that may collide."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, members: Tensor, real: Tensor, fill: float) -> Tensor:
+        ctx.save_for_backward(index, members)
+        return torch.where(real.view(*real.shape, *[1] * (values.ndim - 1)), values[members], fill)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        index, members = ctx.saved_tensors
+        place = torch.arange(len(index), device=index.device) - members[index, 0]
+        return gradients[0][index, place], None, None, None, None
+
+
+def pad(values: Tensor, segments: Segments, fill: float) -> Tensor:
+    """Members [T, …] as rows [S, K, …], with `fill` where a group has ended."""
+    members, real = segments.rows()
+    return _Pad.apply(values, segments.index, members, real, fill)
+
+
 def segment_sum(values: Tensor, segments: Segments) -> Tensor:
     """Sum of each group: [T, …] → [S, …]."""
-    return values.new_zeros(len(segments), *values.shape[1:]).index_add(0, segments.index, values)
+    return pad(values, segments, 0.0).sum(1)
 
 
 def segment_mean(values: Tensor, segments: Segments) -> Tensor:
@@ -50,12 +79,9 @@ def segment_mean(values: Tensor, segments: Segments) -> Tensor:
 
 def segment_max(values: Tensor, segments: Segments) -> Tensor:
     """Maximum of each group: [T, …] → [S, …]. Tied members share the gradient."""
-    index = segments.index.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
-    lowest = values.new_full((len(segments), *values.shape[1:]), -torch.inf)
-    return lowest.scatter_reduce(0, index, values, "amax")
+    return pad(values, segments, -torch.inf).amax(1)
 
 
 def segment_logsumexp(values: Tensor, segments: Segments) -> Tensor:
     """log Σ exp of each group, with the maximum taken out: [T, …] → [S, …]."""
-    highest = segment_max(values.detach(), segments)
-    return highest + segment_sum((values - highest[segments.index]).exp(), segments).log()
+    return pad(values, segments, -torch.inf).logsumexp(1)

@@ -10,13 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def random_boxes(count: int, regions: int, grid: tuple[int, int], generator: torch.Generator | None = None) -> Tensor:
-    """Masks [C, M, N] of random boxes: centre, height and width uniform on the grid, clipped to it, never empty."""
+def random_boxes(
+    count: int,
+    regions: int,
+    grid: tuple[int, int],
+    generator: torch.Generator | None = None,
+    largest: float = 1.0,
+) -> Tensor:
+    """Masks [C, M, N] of random boxes: centre, height and width uniform on the grid, clipped to it, never empty.
+
+    `largest` is the longest side as a share of the grid's.
+    """
     device = generator.device if generator is not None else "cpu"
 
     def spans(cells: int) -> Tensor:
         centre = torch.rand(count, regions, 1, generator=generator, device=device) * cells
-        half = torch.rand(count, regions, 1, generator=generator, device=device) * cells / 2
+        half = torch.rand(count, regions, 1, generator=generator, device=device) * cells * largest / 2
         cell = torch.arange(cells, device=device)
         # A cell belongs to the box when its middle does; the cell under the centre always does.
         inside = (cell + 0.5 - centre).abs() <= half

@@ -15,8 +15,12 @@ def line_chart(
     series: Mapping[str, Sequence[tuple[float, float]]],
     colours: Mapping[str, str],
     horizontal: str = "step",
+    legend: bool = True,
 ) -> str:
-    """An SVG chart of (x, y) points, one line per name. Points that are not finite leave a gap."""
+    """An SVG chart of (x, y) points, one line per name. Points that are not finite leave a gap.
+
+    Without `legend` the names are left to the page: above the plot there is room for two or three.
+    """
     points = [point for line in series.values() for point in line if math.isfinite(point[1])]
     if not points:
         return ""
@@ -49,7 +53,7 @@ def line_chart(
             parts.append(f'<polyline points="{path}" class="line" stroke="{colours[name]}"/>')
     # Names at the right above the plot, from the last to the first.
     right = float(WIDTH - RIGHT)
-    for name in reversed(list(series)):
+    for name in reversed(list(series) if legend else []):
         style = f"fill:{colours[name]}"
         parts.append(f'<text x="{right:.0f}" y="16" class="name end" style="{style}">{escape(name)}</text>')
         right -= 7.2 * len(name) + 4

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from powerclip.analysis.files import write_whole
+from powerclip.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

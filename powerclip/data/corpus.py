@@ -1,19 +1,20 @@
 """A small image–caption corpus read once: shards of a few thousand pictures, decoded and kept in memory.
 
-For corpora that fit on the GPU (captions10k: 12,524 pictures of 128², 0.6 GB). Shards are tars as img2dataset writes:
-`KEY.jpg` with `KEY.json` ({"captions": […]} or {"caption": …}) or `KEY.txt`. Trees come from a TSV file: key, caption
-number, bracketed tree.
+For corpora that fit on the GPU (captions10k: 10,524 pictures of 128² are 0.5 GB). Shards are tars as img2dataset writes
+them: `KEY.jpg` with `KEY.json` ({"captions": […]} or {"caption": …}) or `KEY.txt`. Trees come from a TSV file: key,
+caption number, bracketed tree.
 """
 
 from __future__ import annotations
 
-import glob
 import gzip
 import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,100 +28,125 @@ from powerclip.errors import UserError
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
+NO_PICTURE = "pictures not readable, left out"
+NO_CAPTION = "pictures without a caption, left out"
+NO_TREE = "captions without a tree, taken as flat"
+WRONG_TREE = "captions that their tree does not match, taken as flat"
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pictures and their captions, in the order of the shards."""
+    """Pictures and their captions, in the order of the shards; the captions of a picture lie together."""
 
     keys: list[str]
     images: Tensor  # [images, 3, size, size] uint8
     captions: list[str]
     image_of_caption: Tensor  # [captions]
     trees: list[Tree]
-    fallbacks: dict[str, int] = field(default_factory=dict)  # what was skipped or replaced, and how often
+    fallbacks: dict[str, int] = field(default_factory=dict)  # what was left out or replaced, and how often
+
+    def summary(self) -> str:
+        """`1,000 pictures, 5,000 captions (2 pictures not readable, left out)`."""
+        replaced = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.items())
+        return f"{len(self.keys):,} pictures, {len(self.captions):,} captions" + (f" ({replaced})" if replaced else "")
 
 
-def expand(pattern: str) -> list[Path]:
-    """Shards that a path, a glob pattern or an environment variable inside it stands for; none is an error."""
-    expanded = os.path.expanduser(os.path.expandvars(pattern))
-    if "$" in expanded:
-        raise UserError(f"data.shards: {pattern}: the environment variable is not set")
-    paths = sorted(map(Path, glob.glob(expanded)))
-    if not paths:
-        raise UserError(f"data.shards: nothing matches {expanded}")
-    return paths
-
-
-def read_corpus(shards: Sequence[Path], size: int, trees: Path | None = None, threads: int | None = None) -> Corpus:
+def read_corpus(
+    shards: Sequence[Path],
+    size: int,
+    trees: Path | None = None,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Corpus:
     """Read shards, squash every picture to `size`², and give every caption its tree (a flat one where none is known).
 
-    A sample without a readable picture or without a caption is counted and skipped; so is a tree that does not fit
-    its caption.
+    A sample without a readable picture or without a caption is counted and left out; a caption whose tree is missing or
+    does not match is counted and gets a flat one.
+
+    Args:
+        shards: tar files.
+        size: height and width of the pictures in memory.
+        trees: a TSV file of bracketed trees, gzipped or not; None makes all trees flat, and counts none.
+        threads: that decode pictures; as many as there are cores by default.
+        progress: show a bar on a terminal.
+
+    Raises:
+        UserError: a file cannot be read, or no sample can be used.
     """
-    known = read_trees(trees) if trees else {}
-    samples = [sample for shard in shards for sample in _samples(shard)]
-    skipped: dict[str, int] = {}
-
-    def count(reason: str) -> None:
-        skipped[reason] = skipped.get(reason, 0) + 1
-
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        pictures = list(pool.map(lambda sample: _decode(sample.image, size), samples))
+    known = None if trees is None else read_trees(trees)
+    counts: Counter[str] = Counter()
     keys: list[str] = []
     images: list[Tensor] = []
     captions: list[str] = []
     owners: list[int] = []
     parsed: list[Tree] = []
-    for sample, picture in zip(samples, pictures, strict=True):
-        if picture is None:
-            count("picture not readable")
-            continue
-        if not sample.captions:
-            count("no caption")
-            continue
-        for number, caption in enumerate(sample.captions):
-            tree = known.get((sample.key, number))
-            if tree is None and known:
-                count("no tree: flat")
-            try:
-                parsed.append(parse_bracketed(tree, caption) if tree else flat_tree(caption))
-            except UserError:
-                count("tree does not match: flat")
-                parsed.append(flat_tree(caption))
-            captions.append(caption)
-            owners.append(len(keys))
-        keys.append(sample.key)
-        images.append(picture)
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        # The pool decodes ahead while this thread parses trees.
+        for shard in _shown(shards, progress):
+            samples = list(_samples(shard))
+            pictures = pool.map(lambda sample: _decode(sample.image, size), samples)
+            for sample, picture in zip(samples, pictures, strict=True):
+                if picture is None or not sample.captions:
+                    counts[NO_PICTURE if picture is None else NO_CAPTION] += 1
+                    continue
+                for number, caption in sample.captions:
+                    parsed.append(_tree(caption, known, (sample.key, number), counts))
+                    captions.append(caption)
+                    owners.append(len(keys))
+                keys.append(sample.key)
+                images.append(picture)
     if not keys:
-        raise UserError(f"no readable sample in {', '.join(map(str, shards))}")
-    return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, skipped)
+        found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
+        raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {found}")
+    return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, dict(counts))
 
 
 def read_trees(path: Path) -> dict[tuple[str, int], str]:
     """Bracketed trees by key and caption number, from a TSV file, gzipped or not."""
     if not path.is_file():
-        raise UserError(f"data.trees: {path} does not exist")
+        raise UserError(f"no file of trees {path}")
     trees = {}
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            fields = line.rstrip("\n").split("\t")
-            if len(fields) != 3 or not fields[1].isdigit():
-                raise UserError(f"{path}:{number}: expected key, caption number and tree, separated by tabs")
-            trees[fields[0], int(fields[1])] = fields[2]
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                fields = line.rstrip("\n").split("\t")
+                if len(fields) != 3 or not fields[1].isdecimal():
+                    raise UserError(f"{path}, line {number}: expected key, caption number and tree, separated by tabs")
+                trees[fields[0], int(fields[1])] = fields[2]
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a file of trees: {error}") from None
     return trees
+
+
+def _tree(
+    caption: str, known: Mapping[tuple[str, int], str] | None, name: tuple[str, int], counts: Counter[str]
+) -> Tree:
+    if known is None:
+        return flat_tree(caption)
+    brackets = known.get(name)
+    if brackets is None:
+        counts[NO_TREE] += 1
+        return flat_tree(caption)
+    try:
+        return parse_bracketed(brackets, caption)
+    except UserError:
+        counts[WRONG_TREE] += 1
+        return flat_tree(caption)
 
 
 @dataclass
 class _Sample:
     key: str
     image: bytes = b""
-    captions: list[str] = field(default_factory=list)
+    captions: list[tuple[int, str]] = field(default_factory=list)  # with their number, by which a tree is found
 
 
 def _samples(shard: Path) -> Iterator[_Sample]:
     """The samples of one tar; members of a sample lie together and share their name up to the first dot."""
     sample: _Sample | None = None
     try:
+        if shard.suffix == ".tar" and not _is_whole(shard):
+            raise tarfile.ReadError("it is cut off, or no tar at all")
         with tarfile.open(shard) as tar:
             for member in tar:
                 if not member.isfile():
@@ -136,23 +162,31 @@ def _samples(shard: Path) -> Iterator[_Sample]:
                     sample.image = data
                 elif suffix.lower() in ("json", "txt"):
                     sample.captions = sample.captions or _captions(data, suffix.lower())
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{shard} cannot be read: {error}") from error
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise UserError(f"shard {shard} cannot be read: {error}; copy it again or leave it out") from error
     if sample is not None:
         yield sample
 
 
-def _captions(data: bytes, suffix: str) -> list[str]:
+def _is_whole(shard: Path) -> bool:
+    """Whether a tar ends as tars do, with blocks of zeros. tarfile itself takes a cut between members for the end."""
+    with open(shard, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - tarfile.BLOCKSIZE))
+        return size > 0 and size % tarfile.BLOCKSIZE == 0 and not any(file.read())
+
+
+def _captions(data: bytes, suffix: str) -> list[tuple[int, str]]:
     text = data.decode("utf-8", errors="replace")
     if suffix == "txt":
-        return [text.strip()] if text.strip() else []
+        return [(0, text.strip())] if text.strip() else []
     try:
         fields: Any = json.loads(text)
     except json.JSONDecodeError:
         return []
     found = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
-    captions = [found] if isinstance(found, str) else found or []
-    return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
+    listed = found if isinstance(found, list) else [found]
+    return [(number, one) for number, one in enumerate(listed) if isinstance(one, str) and one.strip()]
 
 
 def _decode(data: bytes, size: int) -> Tensor | None:
@@ -168,3 +202,13 @@ def _decode(data: bytes, size: int) -> Tensor | None:
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
+
+
+def _shown(shards: Sequence[Path], progress: bool) -> Iterator[Path]:
+    """The shards, with a bar that moves on as they are asked for."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    visible = progress and console.is_terminal
+    yield from track(shards, "reading shards", console=console, disable=not visible, transient=True)

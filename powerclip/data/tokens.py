@@ -96,12 +96,20 @@ class CaptionTokenizer:
             words=[*words[:kept], False],
         )
 
-    def pad(self, ids: Sequence[Sequence[int]], full: bool = False) -> Tensor:
-        """Ids [C, L], L being the longest caption here, or the context length when `full`."""
-        length = self.context_length if full else max(map(len, ids), default=0)
+    def pad(self, ids: Sequence[Sequence[int]], full: bool = False, multiple: int = 1) -> Tensor:
+        """Ids [C, L], L being the longest caption here, or the context length when `full`.
+
+        `multiple` rounds L up, but not beyond the context length: few different shapes are few to compile for.
+        """
+        longest = max(map(len, ids), default=0)
+        length = self.context_length if full else self.rounded(longest, multiple)
         return torch.tensor([[*row, *[self.pad_id] * (length - len(row))] for row in ids], dtype=torch.long).view(
             len(ids), length
         )
+
+    def rounded(self, length: int, multiple: int) -> int:
+        """A length rounded up to a multiple, but not beyond the context length."""
+        return max(length, min(-(-length // multiple) * multiple, self.context_length))
 
     def _split(self, word: str) -> _Pieces:
         """The BPE tokens of one word of cleaned text, remembered."""
@@ -171,6 +179,7 @@ def pack_phrases(
         node_end=node_ranges[:, 1].contiguous(),
         node_offsets=torch.tensor(node_offsets),
         max_leaves=max((end - start for start, end in pairwise(leaf_offsets)), default=0),
+        max_nodes=max((end - start for start, end in pairwise(node_offsets)), default=0),
     )
 
 

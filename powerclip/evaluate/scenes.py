@@ -13,13 +13,13 @@ from powerclip.alignment.trees import Tree
 from powerclip.data import scenes as data
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.evaluate import composition, pointing, retrieval, zero_shot
-from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
+from powerclip.evaluate.embeddings import BATCH, embed_texts, evaluating
+from powerclip.evaluate.heatmap import patch_similarity, word_queries
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
 
 TEMPLATES = ("{c}", "a picture of {c}", "there is {c}")  # the class name brings its article
-BATCH = 250
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,9 @@ def evaluate_scenes(
     device: torch.device | str = "cpu",
 ) -> SceneResults:
     """Evaluate on `count` scenes of the test split (composition and pointing: the first half of them)."""
-    training = encoder.training
-    encoder.to(device).eval()
-    try:
-        with torch.inference_mode():
-            return _evaluate(encoder, tokenizer, count, seed, torch.device(device))
-    finally:
-        encoder.train(training)
+    encoder.to(device)
+    with evaluating(encoder):
+        return _evaluate(encoder, tokenizer, count, seed, torch.device(device))
 
 
 def _evaluate(
@@ -70,7 +66,7 @@ def _evaluate(
 ) -> SceneResults:
     scenes = data.test_scenes(count, seed)
     images, patches = _encode_images(encoder, scenes, device)
-    captions = _encode_texts(encoder, tokenizer, [scene.caption for scene in scenes])
+    captions = embed_texts(encoder, tokenizer, [scene.caption for scene in scenes])
     half = scenes[: (count + 1) // 2]
     by_kind, comparisons = _composition(encoder, tokenizer, half, images, captions)
     accuracy, pictures, classes = _zero_shot(encoder, tokenizer, count // 2, seed, device)
@@ -106,18 +102,13 @@ def _encode_images(encoder: DualEncoder, scenes: Sequence[data.Scene], device: t
     return torch.cat([image for image, _ in encoded]), torch.cat([patches for _, patches in encoded])
 
 
-def _encode_texts(encoder: DualEncoder, tokenizer: CaptionTokenizer, texts: Sequence[str]) -> Tensor:
-    parts = [text_queries(encoder, tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
-    return torch.cat(parts)
-
-
 def _zero_shot(
     encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int, seed: int, device: torch.device
 ) -> tuple[dict[int, float], int, int]:
     scenes = data.scene_batch(range(count), seed, "zero_shot")
     images, _ = _encode_images(encoder, scenes, device)
     names = [f"{'an' if name[0] in 'aeiou' else 'a'} {name}" for name in data.zero_shot_classes()]
-    classes = zero_shot.class_embeddings(lambda texts: _encode_texts(encoder, tokenizer, texts), names, TEMPLATES)
+    classes = zero_shot.class_embeddings(lambda texts: embed_texts(encoder, tokenizer, texts), names, TEMPLATES)
     labels = torch.tensor([data.zero_shot_label(scene) for scene in scenes], device=device)
     return zero_shot.accuracy(images, classes, labels), count, len(names)
 
@@ -132,7 +123,7 @@ def _composition(
     """Accuracy by kind; `images` and `captions` begin with the embeddings of `scenes`."""
     pairs = [(k, kind, text) for k, scene in enumerate(scenes) for kind, text in data.hard_negatives(scene).items()]
     which = torch.tensor([k for k, _, _ in pairs], device=images.device)
-    negatives = _encode_texts(encoder, tokenizer, [text for _, _, text in pairs])
+    negatives = embed_texts(encoder, tokenizer, [text for _, _, text in pairs])
     preferred = composition.prefers_caption(images[which], captions[which], negatives)
     return composition.accuracy_by_kind(preferred, [kind for _, kind, _ in pairs]), len(pairs)
 
@@ -158,7 +149,7 @@ def _pointing(
                 for start in range(0, len(scenes), BATCH)
             ]
         ),
-        "text": _encode_texts(encoder, tokenizer, [scenes[k].caption[span.start : span.end] for k, span, _ in phrases]),
+        "text": embed_texts(encoder, tokenizer, [scenes[k].caption[span.start : span.end] for k, span, _ in phrases]),
     }
     which = torch.tensor([k for k, _, _ in phrases], device=patches.device)
     accuracy = {}

@@ -2,13 +2,13 @@
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.errors import UserError, nearest
-from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.base import Objective, Terms, encode
 from powerclip.objectives.clip import Clip
 from powerclip.objectives.powerclip import PowerClip
 
 OBJECTIVES = ("clip", "powerclip")
 
-__all__ = ["OBJECTIVES", "Clip", "Objective", "PowerClip", "Terms", "build_objective"]
+__all__ = ["OBJECTIVES", "Clip", "Objective", "PowerClip", "Terms", "build_objective", "encode"]
 
 
 def build_objective(name: str, alignment: AlignmentConfig | None = None) -> Objective:

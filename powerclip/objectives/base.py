@@ -23,9 +23,9 @@ class Terms:
 class Objective(nn.Module):
     """A method of the paper's tables. Split in two so that features can be gathered, or cached, in between."""
 
-    def encode(self, encoder: DualEncoder, batch: Batch) -> Features:
-        """Run the towers as this objective needs them."""
-        return encoder(batch.images, batch.tokens)
+    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+        """Run the towers as this objective needs them, on images [C, 3, H, W] and tokens [C, L]."""
+        return encoder(images, tokens)
 
     def loss(self, features: Features, batch: Batch) -> Terms:
         """The loss of encoded features; each objective has its own."""
@@ -36,4 +36,9 @@ class Objective(nn.Module):
 
     def forward(self, encoder: DualEncoder, batch: Batch) -> Terms:
         """Encode, then compute the loss."""
-        return self.loss(self.encode(encoder, batch), batch)
+        return self.loss(self.encode(encoder, batch.images, batch.tokens), batch)
+
+
+def encode(objective: Objective, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+    """`objective.encode` as a function: with both modules as arguments, what is compiled for one pair fits the next."""
+    return objective.encode(encoder, images, tokens)

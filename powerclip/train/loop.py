@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,20 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.data.loader import SceneLoader
-from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import DualEncoder, load, save, tokenizer_for
+from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.objectives import Terms
 from powerclip.train import checkpoint
-from powerclip.train.metrics import CollapseWatch, MetricsLog
+from powerclip.train.data import CorpusStore, make_loader, note_squashing
+from powerclip.train.evaluation import Evaluation, describe, make_evaluation
+from powerclip.train.metrics import CollapseWatch, MetricsLog, read_metrics
 from powerclip.train.optimizer import learning_rate
 from powerclip.train.progress import Progress, duration
 from powerclip.train.recipe import Recipe
+from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
+from powerclip.train.towers import is_compiled, run_towers
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class RunResult:
 
     folder: RunFolder
     encoder: DualEncoder
-    seconds: float  # spent in this process; a resumed run has spent more
+    results: Results
 
 
 def train(
@@ -45,7 +47,8 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
     console: Console | None = None,
-    evaluate: Callable[[DualEncoder], Mapping[str, float]] | None = None,
+    evaluate: Evaluation | None = None,
+    store: CorpusStore | None = None,
     on_step: Callable[[TrainState], None] | None = None,
 ) -> RunResult:
     """Run a recipe from its first step, or from its newest good checkpoint, to its last.
@@ -57,7 +60,9 @@ def train(
         overwrite: replace the run in `output`.
         quiet: print warnings only.
         console: where to print; standard output by default.
-        evaluate: called every `train.evaluate_every` steps; its scores are logged as `evaluate/…`.
+        evaluate: what to measure instead of what `recipe.evaluation` says, at the end and every
+            `train.evaluate_every` steps; its scores are logged as `evaluate/…`.
+        store: corpora that other runs of this process have read.
         on_step: called after each step.
 
     Raises:
@@ -70,14 +75,18 @@ def train(
         folder.check_same(recipe)
     else:
         folder.check_free(overwrite=overwrite)
+    progress = Progress(folder.root.name, settings.steps, quiet=quiet, console=console)
     # What can be wrong with a recipe shows here, before anything is written.
     state = start(recipe)
-    loader = make_loader(recipe, state.encoder)
-    progress = Progress(folder.root.name, settings.steps, quiet=quiet, console=console)
+    if resume and folder.finished:
+        progress.say(f"{folder.root} is finished: nothing to resume")
+        return finished_run(folder, state.device)
+    note_squashing(recipe, state.encoder)
+    store = store or CorpusStore(progress.say)
+    compiled = is_compiled(settings, state.device)
+    loader = make_loader(recipe, state.encoder, store=store, device=state.device, compiled=compiled)
+    evaluate = evaluate or make_evaluation(recipe, state.encoder, store)
     if resume:
-        if folder.finished:
-            progress.say(f"{folder.root} is finished: nothing to resume")
-            return RunResult(folder, load(folder.model, device=state.device)[0], time.perf_counter() - began)
         saved = checkpoint.newest(folder.checkpoints, progress.warn)
         if saved is not None:
             state.restore(saved)
@@ -87,6 +96,7 @@ def train(
 
     log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step)
     watch = CollapseWatch()
+    values: dict[str, float] | None = None
     clock, clock_step = time.perf_counter(), state.step
     try:
         with progress.after(state.step), closing(loader.stream(state.step, settings.steps)) as batches:
@@ -114,7 +124,7 @@ def train(
                 progress.update(step, values)
                 if logged and (warning := watch.warning()):
                     progress.warn(warning)
-                if evaluate and settings.evaluate_every and (last or step % settings.evaluate_every == 0):
+                if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:
                     paused = time.perf_counter()
                     log.write(step, run_evaluation(evaluate, state))
                     clock += time.perf_counter() - paused  # samples/s are those of training
@@ -122,12 +132,32 @@ def train(
                     checkpoint.write(folder.checkpoints, step, state.snapshot(), settings.keep)
                 if on_step:
                     on_step(state)
+        if settings.save_model:
+            save(state.encoder.eval(), folder.model)
+        scores = run_evaluation(evaluate, state) if evaluate else {}
+        if scores:
+            log.write(settings.steps, scores)
     finally:
         log.close()
-    save(state.encoder.eval(), folder.model)
-    seconds = time.perf_counter() - began
-    progress.say(f"{folder.model} finished after {settings.steps} steps ({duration(seconds)})")
-    return RunResult(folder, state.encoder, seconds)
+    results = Results(
+        steps=settings.steps,
+        seconds=time.perf_counter() - began,
+        seconds_per_step=seconds_per_step(read_metrics(folder.metrics), settings.batch_size),
+        scores={name.removeprefix("evaluate/"): score for name, score in scores.items()},
+        last=values or {},
+    )
+    write_results(folder.results, results)
+    progress.say(f"{folder.root} finished after {settings.steps} steps ({duration(results.seconds)})")
+    if scores:
+        progress.say(f"{folder.root.name}  {describe(results.scores)}")
+    return RunResult(folder, state.encoder.eval(), results)
+
+
+def finished_run(folder: RunFolder, device: torch.device) -> RunResult:
+    """The run that a folder holds, read back."""
+    if not folder.model.is_dir():
+        raise UserError(f"{folder.root} is finished and its model was not kept (train.save_model: false)")
+    return RunResult(folder, load(folder.model, device=device)[0], read_results(folder.results))
 
 
 def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, Terms, Tensor]:
@@ -135,8 +165,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     rate = learning_rate(state.step, recipe.train.steps, recipe.optim)
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    with torch.autocast(state.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
-        features = state.objective.encode(state.encoder, batch)
+    features = run_towers(recipe.train, state.objective, state.encoder, batch.images, batch.tokens)
     # Outside of autocast: similarities that carry a gradient are float32.
     terms = state.objective.loss(features, batch)
     state.optimizer.zero_grad(set_to_none=True)
@@ -167,7 +196,7 @@ def check_finite(step: int, terms: Terms, norm: Tensor) -> None:
     )
 
 
-def run_evaluation(evaluate: Callable[[DualEncoder], Mapping[str, float]], state: TrainState) -> dict[str, float]:
+def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
     """Scores of the model as it is, under `evaluate/…`; training goes on as if nothing had been asked."""
     with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []), torch.no_grad():
         try:
@@ -175,21 +204,3 @@ def run_evaluation(evaluate: Callable[[DualEncoder], Mapping[str, float]], state
         finally:
             state.encoder.train()
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}
-
-
-def make_loader(recipe: Recipe, encoder: DualEncoder) -> SceneLoader:
-    """The batches that a recipe describes, in the form that an encoder reads."""
-    pixels = encoder.clip.visual.preprocess_cfg
-    return SceneLoader(
-        tokenizer=CaptionTokenizer(tokenizer_for(encoder)),
-        image_size=encoder.image_size,
-        grid=encoder.grid,
-        batch_size=recipe.train.batch_size,
-        regions=recipe.regions.count,
-        nodes=recipe.nodes,
-        seed=recipe.data.seed,
-        region_seed=recipe.train.seed,
-        workers=recipe.data.workers,
-        mean=pixels["mean"],
-        std=pixels["std"],
-    )

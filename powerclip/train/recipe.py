@@ -30,12 +30,19 @@ class ModelSection:
 class DataSection:
     """Where the pairs come from."""
 
-    source: Literal["scenes"] = "scenes"
+    source: Literal["scenes", "corpus"] = "scenes"
+    shards: str | None = None  # of a corpus: a path or pattern, environment variables in it are expanded
+    trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
+    crop: float = 0.9  # of a corpus: smallest share of a picture that a crop keeps
     seed: int = 0
     workers: int = 1  # threads that prepare batches ahead; 0: each batch is made when it is needed
 
     def __post_init__(self) -> None:
         _at_least(0, data_seed=self.seed, data_workers=self.workers)
+        if self.source == "corpus" and not self.shards:
+            raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
+        if not 0 < self.crop <= 1:
+            raise ValueError(f"data.crop must lie in (0, 1], not {self.crop}")
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,13 @@ class TrainSection:
     batch_size: int = 128  # C
     seed: int = 0  # of the weights and the regions; the scenes have data.seed
     device: str = "auto"  # auto: a GPU when there is one
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    compile: Literal["auto", "always", "never"] = "auto"  # the towers; auto: on a GPU
     log_every: int = 10
     checkpoint_every: int = 100  # 0: only the finished model is written
     keep: int = 2  # checkpoints
-    evaluate_every: int = 0  # 0: never
+    evaluate_every: int = 0  # 0: only at the end
+    save_model: bool = True  # false: the run leaves its results alone
 
     def __post_init__(self) -> None:
         _at_least(1, train_steps=self.steps, train_log_every=self.log_every, train_keep=self.keep)
@@ -100,6 +109,15 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
+class EvaluationSection:
+    """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
+
+    retrieval: str | None = None  # shards of a held-out corpus, written as data.shards are
+    composition: str | None = None  # a folder of SugarCrepe's files with the pictures in images/
+    scenes: bool = False  # the embedded test scenes
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a training run."""
 
@@ -111,6 +129,7 @@ class Recipe:
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection = field(default_factory=TrainSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
 
 # What may change between the parts of one run: it steers how the run is watched, not what it computes.
@@ -122,19 +141,31 @@ FREE_ON_RESUME = frozenset(
         "train.checkpoint_every",
         "train.keep",
         "train.evaluate_every",
+        "train.save_model",
+        "evaluation.retrieval",
+        "evaluation.composition",
+        "evaluation.scenes",
     }
 )
 
 
-def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, on top of what it extends, with `key=value` overrides on top of that."""
+def load_recipe(
+    name: str | Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None, source: str = ""
+) -> Recipe:
+    """The recipe in a file, on top of what it extends, with `key=value` overrides on top of that.
+
+    `changes` are nested values between the two, as a study file (`source`) writes them.
+    """
     path = find_recipe(name)
     values: dict[str, Any] = {}
     for file, layer in _layers(path):
         values = _merge(values, schema.check(layer, Recipe, str(file)))
+    if changes is not None:
+        values = _merge(values, schema.check(changes, Recipe, source))
     for override in overrides:
         values = _merge(values, schema.check(_parse_override(override), Recipe, "command line"))
-    return _build(values, f"{path} with {' '.join(overrides)}" if overrides else str(path))
+    where = str(path) if changes is None else source
+    return _build(values, f"{where} with {' '.join(overrides)}" if overrides else where)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:

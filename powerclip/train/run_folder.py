@@ -13,7 +13,7 @@ from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`recipe.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once finished, `model/`."""
+    """`recipe.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once finished, `model/`, `results.json`."""
 
     root: Path
 
@@ -39,13 +39,18 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model as an open_clip directory. It is written last: where it is, the run is finished."""
+        """The trained model as an open_clip directory."""
         return self.root / "model"
+
+    @property
+    def results(self) -> Path:
+        """The scores of the trained model. It is written last: where it is, the run is finished."""
+        return self.root / "results.json"
 
     @property
     def finished(self) -> bool:
         """Whether the run has reached its last step."""
-        return self.model.is_dir()
+        return self.results.is_file()
 
     def check_free(self, *, overwrite: bool) -> None:
         """UserError when something is there that a new run must not replace."""
@@ -64,7 +69,8 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Make the folder, clear it of an earlier run, and note the recipe."""
-        # The model first: a half-cleared folder must not look like a finished run. Only what a run writes goes.
+        # The results first: a half-cleared folder must not look like a finished run. Only what a run writes goes.
+        self.results.unlink(missing_ok=True)
         for path in (self.model, self.checkpoints, self.tensorboard):
             shutil.rmtree(path, ignore_errors=True)
         self.metrics.unlink(missing_ok=True)

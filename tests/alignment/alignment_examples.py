@@ -41,6 +41,7 @@ def random_trees(captions: int, seed: int, length: int = 12) -> Phrases:
         node_end=node[:, 1],
         node_offsets=F.pad(torch.tensor(node_counts).cumsum(0), (1, 0)),
         max_leaves=max(leaf_counts),
+        max_nodes=max(node_counts),
     )
 
 

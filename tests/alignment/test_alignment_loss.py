@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from alignment_examples import random_parts, random_trees
+from alignment_examples import random_parts, random_segments, random_similarities, random_trees
 
 from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, embed_parts, random_boxes
 from powerclip.alignment.contrast import hardest, off_diagonal
-from powerclip.alignment.powerset import exact_r2t, exact_t2r
-from powerclip.alignment.ragged import Segments
+from powerclip.alignment.powerset import exact_r2t, exact_t2r, set_similarities
+from powerclip.alignment.ragged import Segments, segment_mean
+from powerclip.alignment.regions import subset_matrix
 from powerclip.alignment.score import aggregate, score_all, score_pairs
 
 CONFIGS = {
@@ -23,6 +24,8 @@ CONFIGS = {
     "exact, paper": AlignmentConfig.named("paper", aggregation="exact"),
     "single regions": AlignmentConfig(region_sets=False, negatives="k", k=2),
     "single regions, exact": AlignmentConfig(region_sets=False, aggregation="exact", negatives="hardest"),
+    "sets of at most 2": AlignmentConfig(largest_set=2, negatives="k", k=2),
+    "sets of at most 2, empty": AlignmentConfig.named("paper", largest_set=2),
     "no R2T": AlignmentConfig(r2t=False, negatives="hardest"),
     "no T2R": AlignmentConfig(t2r=False, negatives="hardest"),
 }
@@ -129,13 +132,25 @@ def test_mean_similarity_divides_nodes_by_leaves_and_scores_by_regions():
     )
 
 
+@pytest.mark.parametrize("empty_set", [True, False])
+@pytest.mark.parametrize("largest", [1, 2, 3, 9])
+def test_a_bound_on_the_best_set_equals_enumerating_the_sets_within_it(largest, empty_set):
+    segments = random_segments(4, 0)
+    q = random_similarities(segments, images=3, regions=5, seed=0)
+    q[0] = -q[0].abs()  # a node for which the best set is empty, where it may be
+    size = subset_matrix(5, empty=empty_set).sum(-1)
+    allowed = set_similarities(q, empty_set=empty_set)[..., size <= largest]
+    config = AlignmentConfig(similarity="sum", largest_set=largest, empty_set=empty_set, r2t=False)
+    torch.testing.assert_close(aggregate(q, segments, config), segment_mean(allowed.amax(-1), segments))
+
+
 def test_centring_removes_what_all_patches_and_all_words_share():
     phrases = random_trees(4, 1)
     generator = torch.Generator().manual_seed(1)
     patches, words = torch.randn(4, 9, 8, generator=generator), torch.randn(4, 12, 8, generator=generator)
     masks = random_boxes(4, 5, (3, 3), generator)
-    plain = embed_parts(patches, masks, words, phrases, AlignmentConfig(centre=True))
-    shifted = embed_parts(patches + 3.0, masks, words - 2.0, phrases, AlignmentConfig(centre=True))
+    plain = embed_parts(patches, masks, words, phrases, AlignmentConfig(centre="batch"))
+    shifted = embed_parts(patches + 3.0, masks, words - 2.0, phrases, AlignmentConfig(centre="batch"))
     torch.testing.assert_close(shifted.regions, plain.regions, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shifted.nodes, plain.nodes, rtol=1e-4, atol=1e-5)
 

@@ -70,6 +70,7 @@ def test_a_caption_gives_the_same_phrases_alone_and_in_a_ragged_batch():
         node_end=phrases.node_end[node],
         node_offsets=torch.tensor([0, node.stop - node.start]),
         max_leaves=leaf.stop - leaf.start,
+        max_nodes=node.stop - node.start,
     )
     again = embed_nodes(embed_leaves(words[caption : caption + 1], alone), alone)
     torch.testing.assert_close(again, nodes[node])

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from powerclip.analysis.figures import COLUMNS, Panel, Row, heatmap_figure, overlay, png_bytes
-from powerclip.analysis.files import write_whole
+from powerclip.files import write_whole
 
 
 def picture(figure):

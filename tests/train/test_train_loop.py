@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_no_checkpoint(tmp_pa
 
 
 def test_scales_stay_at_one_hundred_or_below(tmp_path):
-    from powerclip.train.loop import make_loader
+    from powerclip.train.data import make_loader
 
     recipe = tiny(tmp_path)
     state = start(recipe)
@@ -197,7 +197,7 @@ def test_scales_stay_at_one_hundred_or_below(tmp_path):
 
 
 def test_a_limit_on_the_gradient_is_kept(tmp_path):
-    from powerclip.train.loop import make_loader
+    from powerclip.train.data import make_loader
 
     recipe = tiny(tmp_path, "optim.grad_clip=0.01")
     state = start(recipe)

@@ -87,7 +87,7 @@ def test_recipes_that_compute_the_same_do_not_differ():
         ("train.steps=true", ["'train.steps'", "whole number"]),
         ("optim.lr=fast", ["'optim.lr'", "number"]),
         ("optim.grad_clip=[1]", ["'optim.grad_clip'", "a number or null"]),
-        ("alignment.centre=1", ["'alignment.centre'", "true or false"]),
+        ("alignment.empty_set=1", ["'alignment.empty_set'", "true or false"]),
         ("objective=powerclp", ["'objective'", "clip | powerclip", "did you mean 'powerclip'"]),
         ("optim=3", ["'optim'", "mapping"]),
         ("optim.lr=[1", ["optim.lr", "not valid YAML"]),

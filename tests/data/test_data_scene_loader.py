@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from powerclip.data.batch import Batch
-from powerclip.data.loader import CLIP_MEAN, CLIP_STD, SceneLoader
+from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
+from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.scenes import generate, render
 from powerclip.data.tokens import CaptionTokenizer
 
@@ -92,14 +93,14 @@ def test_a_stream_that_is_left_early_stops_its_threads(tokenizer):
     batches = loader(tokenizer, workers=2).stream(0, 1000)
     next(batches)
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scenes")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monkeypatch):
     def broken(*_: object) -> None:
         raise RuntimeError("no scene")
 
-    monkeypatch.setattr("powerclip.data.loader.generate", broken)
+    monkeypatch.setattr("powerclip.data.scene_loader.generate", broken)
     with pytest.raises(RuntimeError, match="no scene"):
         next(loader(tokenizer, workers=1).stream(0, 5))
 

@@ -1,0 +1,40 @@
+"""Student's paired t-test: do two methods differ over the same seeds by more than chance?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+
+def paired_p(ours: Sequence[float], baseline: Sequence[float]) -> float | None:
+    """The two-sided p-value of the mean difference; value i of both comes from the same seed.
+
+    None with fewer than two pairs: one difference says nothing about its spread.
+    """
+    differences = [one - other for one, other in zip(ours, baseline, strict=True)]
+    if len(differences) < 2:
+        return None
+    spread = stdev(differences)
+    if spread == 0:
+        return 1.0 if differences[0] == 0 else 0.0
+    return two_sided_p(mean(differences) / (spread / math.sqrt(len(differences))), len(differences) - 1)
+
+
+def two_sided_p(t: float, freedom: int) -> float:
+    """P(|T| ≥ |t|) for Student's T with a whole number of degrees of freedom.
+
+    For whole numbers the distribution is a finite sum in θ = atan(t/√ν) (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    if freedom < 1:
+        raise ValueError(f"at least one degree of freedom is needed, not {freedom}")
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for k in range(1 + odd, freedom, 2):  # cos + 2/3 cos³ + …, or 1 + 1/2 cos² + …
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    within = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return min(1.0, max(0.0, 1 - within))

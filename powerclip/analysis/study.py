@@ -1,0 +1,128 @@
+"""A study: settings to compare over seeds, as one YAML file or as several recipes.
+
+base: captions10k/small       # a recipe, by its path from this file or by its name
+baseline: clip                # the setting that the others are compared with; the first by default
+settings:
+  clip: {objective: clip}
+  powerclip: {}
+  paper:
+    about: the loss as printed
+    alignment: {preset: paper}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from powerclip.errors import UserError, nearest
+from powerclip.train import yaml_text
+from powerclip.train.recipe import Recipe, find_recipe, load_recipe
+
+_KEYS = ("about", "base", "baseline", "settings")
+_NAME = re.compile(r"\w[\w .,=+-]*")  # a setting's name is also its folder's
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the comparison."""
+
+    name: str
+    recipe: Recipe
+    about: str = ""
+
+    def at(self, seed: int) -> Recipe:
+        """The recipe with that seed for weights, regions and data: all settings of a seed see the same."""
+        return replace(
+            self.recipe, train=replace(self.recipe.train, seed=seed), data=replace(self.recipe.data, seed=seed)
+        )
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to compare, and with what."""
+
+    settings: tuple[Setting, ...]
+    baseline: str
+    about: str = ""
+
+    def only(self, names: Sequence[str]) -> Study:
+        """The study with the named settings alone, and the baseline, which every difference needs."""
+        known = [setting.name for setting in self.settings]
+        for name in names:
+            if name not in known:
+                hint = nearest(name, known) or f"; known: {', '.join(known)}"
+                raise UserError(f"--only: no setting {name!r} in the study{hint}")
+        wanted = {*names, self.baseline}
+        return replace(self, settings=tuple(setting for setting in self.settings if setting.name in wanted))
+
+
+def read_study(files: Sequence[str], overrides: Sequence[str] = ()) -> Study:
+    """The study in a file, or the one that several recipes make: each a setting by its stem, the first the baseline.
+
+    `overrides` change every setting.
+    """
+    if not files:
+        raise UserError("name a study file, or two recipes to compare")
+    if len(files) == 1:
+        return _from_file(_find(files[0]), overrides)
+    settings = []
+    for name in files:
+        path = find_recipe(name)
+        settings.append(Setting(_checked(path.stem, str(path)), load_recipe(path, overrides)))
+    names = [setting.name for setting in settings]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"two recipes are called {twice}: a setting is named by its file, rename one")
+    return Study(tuple(settings), names[0])
+
+
+def _from_file(path: Path, overrides: Sequence[str]) -> Study:
+    content: Any = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(content, Mapping) or "settings" not in content:
+        raise UserError(f"{path}: not a study: it has no 'settings' (to compare recipes, name at least two)")
+    for key in content:
+        if key not in _KEYS:
+            raise UserError(
+                f"{path}: unknown key {key!r}{nearest(str(key), list(_KEYS)) or '; known: ' + ', '.join(_KEYS)}"
+            )
+    described = content["settings"]
+    if not isinstance(described, Mapping) or not described:
+        raise UserError(f"{path}: 'settings' must map names to what they change in the base")
+    base = _base(content.get("base"), path)
+    settings = []
+    for name, changes in described.items():
+        if changes is not None and not isinstance(changes, Mapping):
+            raise UserError(f"{path}: setting {name!r} must be a mapping of what it changes, got {changes!r}")
+        rest = dict(changes or {})
+        about = rest.pop("about", "")
+        where = f"{path}, setting {name!r}"
+        settings.append(Setting(_checked(name, str(path)), load_recipe(base, overrides, rest, where), str(about)))
+    names = [setting.name for setting in settings]
+    baseline = content.get("baseline", names[0])
+    if baseline not in names:
+        raise UserError(f"{path}: the baseline {baseline!r} is not one of the settings{nearest(str(baseline), names)}")
+    return Study(tuple(settings), baseline, str(content.get("about", "")))
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"no study file {name}")
+    return path
+
+
+def _base(name: Any, path: Path) -> Path:
+    if not isinstance(name, str):
+        raise UserError(f"{path}: 'base' must name the recipe that the settings change")
+    beside = path.parent / name
+    return beside if beside.is_file() else find_recipe(name)
+
+
+def _checked(name: Any, where: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(f"{where}: {name!r} cannot name a setting: use letters, digits, spaces and - _ . , = +")
+    return name

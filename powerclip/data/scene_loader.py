@@ -1,0 +1,77 @@
+"""Batches of embedded scenes: batch number s is a function of the seeds and s alone.
+
+Axes: C pairs · M regions · N patches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from powerclip.alignment.regions import random_boxes
+from powerclip.data.batch import Batch
+from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
+from powerclip.data.scenes import generate, render
+from powerclip.data.stream import BatchLoader, mix
+from powerclip.data.tokens import CaptionTokenizer, Nodes, pack_phrases
+
+
+class SceneLoader(BatchLoader):
+    """Makes the batches of a run, each when it is asked for or a little ahead.
+
+    Args:
+        tokenizer: gives the tokens of a caption and their place in it.
+        image_size: height and width in pixels; scenes are square.
+        grid: rows and columns of patches.
+        batch_size: C.
+        regions: M, random boxes of each picture.
+        nodes: which constituents of the trees take part.
+        seed: which scenes; step s shows numbers s·C … (s+1)·C-1 of them.
+        region_seed: which boxes.
+        workers: threads that make batches ahead; 0 makes each when it is needed.
+        length_multiple: token rows are padded to a multiple of it; compiled towers want few different lengths.
+        mean, std: what the image tower wants its pixels normalised with.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: CaptionTokenizer,
+        image_size: tuple[int, int],
+        grid: tuple[int, int],
+        batch_size: int,
+        regions: int = 10,
+        nodes: Nodes = "phrases",
+        seed: int = 0,
+        region_seed: int = 0,
+        workers: int = 0,
+        length_multiple: int = 1,
+        mean: Sequence[float] = CLIP_MEAN,
+        std: Sequence[float] = CLIP_STD,
+    ):
+        super().__init__(workers)
+        if image_size[0] != image_size[1]:
+            raise ValueError(f"scenes are square, image_size {image_size} is not")
+        self.tokenizer = tokenizer
+        self.size = image_size[0]
+        self.grid, self.batch_size = grid, batch_size
+        self.regions, self.nodes = regions, nodes
+        self.seed, self.region_seed = seed, region_seed
+        self.length_multiple = length_multiple
+        self._normalise = Normaliser(mean, std)
+
+    def batch(self, step: int) -> Batch:
+        """The batch that the update after `step` finished ones sees."""
+        first = step * self.batch_size
+        scenes = [generate(self.seed, first + i, "train") for i in range(self.batch_size)]
+        captions = [self.tokenizer.encode(scene.caption) for scene in scenes]
+        tokens = self.tokenizer.pad([caption.ids for caption in captions], multiple=self.length_multiple)
+        generator = torch.Generator().manual_seed(mix(self.region_seed, step))
+        return Batch(
+            images=self._normalise(render(scenes, self.size).float()),
+            tokens=tokens,
+            regions=random_boxes(self.batch_size, self.regions, self.grid, generator),
+            phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], self.nodes),
+            keys=[f"train-{self.seed}-{first + i}" for i in range(self.batch_size)],
+        )

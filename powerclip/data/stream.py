@@ -1,0 +1,49 @@
+"""Batches as a function of their number: made in turn or ahead, the same either way, so resuming needs no state."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from powerclip.data.batch import Batch
+
+
+class BatchLoader(ABC):
+    """Makes batches by their number.
+
+    `workers` threads make batches ahead; 0 makes each when it is needed.
+    """
+
+    def __init__(self, workers: int = 0):
+        self.workers = workers
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """The batch that the update after `step` finished ones sees."""
+
+    def stream(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        """Batches `start` … `stop`-1 in order."""
+        if self.workers == 0:
+            yield from map(self.batch, range(start, stop))
+            return
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="batches")
+        ahead: deque[Future[Batch]] = deque()
+        try:
+            for step in range(start, stop):
+                ahead.append(pool.submit(self.batch, step))
+                # One in reserve for each thread that is at work.
+                if len(ahead) > 2 * self.workers:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            # Reached too when the consumer stops early: nothing is left running behind its back.
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def mix(seed: int, step: int) -> int:
+    """One number for the pair. The CPU generator looks at 32 bits of its seed only: sums would meet."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "little")

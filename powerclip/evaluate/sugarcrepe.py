@@ -1,0 +1,138 @@
+"""SugarCrepe (Hsieh et al., NeurIPS 2023): is a photograph's caption preferred to a fluent one that is false?
+
+A folder holds `replace_obj.json`, `swap_att.json`, … as SugarCrepe publishes them, {"0": {"filename", "caption",
+"negative_caption"}, …}, and the pictures (COCO val2017) in `images/`. Items whose picture is not there are counted and
+left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.errors import UserError
+from powerclip.evaluate.composition import KINDS, accuracy_by_kind, group_means, prefers_caption
+from powerclip.evaluate.embeddings import BATCH, device_of, embed_texts, evaluating
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder
+
+
+@dataclass(frozen=True)
+class Item:
+    """One comparison."""
+
+    kind: str
+    picture: Path
+    caption: str
+    negative: str
+
+
+@dataclass(frozen=True)
+class SugarCrepe:
+    """The comparisons whose picture is there, and how many are not."""
+
+    items: tuple[Item, ...]
+    missing: int
+
+    def summary(self) -> str:
+        """`517 comparisons (6,994 left out: their pictures are not there)`."""
+        left_out = f" ({self.missing:,} left out: their pictures are not there)" if self.missing else ""
+        return f"{len(self.items):,} comparisons{left_out}"
+
+
+@dataclass(frozen=True)
+class CompositionResults:
+    """Shares of preferred captions (0 to 1)."""
+
+    accuracy: dict[str, float]  # kind → accuracy
+    counts: dict[str, int]  # kind → comparisons
+    missing: int  # comparisons left out for want of their picture
+
+    @property
+    def mean(self) -> float:
+        """The mean over all comparisons."""
+        total = sum(self.counts.values())
+        return sum(self.accuracy[kind] * count for kind, count in self.counts.items()) / total
+
+    @property
+    def error(self) -> float:
+        """The standard error of `mean`, for comparisons that are drawn independently."""
+        return math.sqrt(self.mean * (1 - self.mean) / sum(self.counts.values()))
+
+    @property
+    def groups(self) -> dict[str, float]:
+        """The paper's Obj, Att and Rel."""
+        return group_means(self.accuracy)
+
+
+def read_sugarcrepe(folder: Path, images: Path | None = None) -> SugarCrepe:
+    """The comparisons in a folder; `images` is where the pictures are, `folder/images` by default.
+
+    Raises:
+        UserError: the folder holds none of SugarCrepe's files, one is damaged, or no picture is there.
+    """
+    files = [(kind, folder / f"{kind}.json") for kind in KINDS if (folder / f"{kind}.json").is_file()]
+    if not files:
+        raise UserError(f"{folder} holds none of SugarCrepe's files ({KINDS[0]}.json, …)")
+    images = images or folder / "images"
+    items = [item for kind, path in files for item in _read(path, kind, images)]
+    there = {picture for picture in {item.picture for item in items} if picture.is_file()}
+    kept = tuple(item for item in items if item.picture in there)
+    if not kept:
+        raise UserError(f"{images} holds none of the pictures that the files in {folder} name")
+    return SugarCrepe(kept, len(items) - len(kept))
+
+
+def evaluate_sugarcrepe(encoder: DualEncoder, tokenizer: CaptionTokenizer, benchmark: SugarCrepe) -> CompositionResults:
+    """Accuracy of each kind, by global embeddings; pictures are prepared as the model wants them."""
+    items = benchmark.items
+    with evaluating(encoder):
+        images = _embed(encoder, [item.picture for item in items])
+        captions = embed_texts(encoder, tokenizer, [item.caption for item in items])
+        negatives = embed_texts(encoder, tokenizer, [item.negative for item in items])
+        preferred = prefers_caption(images, captions, negatives)
+    kinds = [item.kind for item in items]
+    accuracy, counts = accuracy_by_kind(preferred, kinds), Counter(kinds)
+    return CompositionResults(accuracy, {kind: counts[kind] for kind in accuracy}, benchmark.missing)
+
+
+def _read(path: Path, kind: str, images: Path) -> list[Item]:
+    try:
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
+        rows = list(entries.values()) if isinstance(entries, Mapping) else entries
+        return [Item(kind, images / row["filename"], row["caption"], row["negative_caption"]) for row in rows]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a JSON file ({error})") from None
+    except (TypeError, KeyError):
+        raise UserError(f"{path}: expected items with filename, caption and negative_caption") from None
+
+
+def _embed(encoder: DualEncoder, pictures: list[Path]) -> Tensor:
+    """Embeddings [items, D]; several items share a picture, and it is encoded once."""
+    from PIL import Image
+
+    from powerclip.encoders import preprocess_for
+
+    prepare, device = preprocess_for(encoder), device_of(encoder)
+    number = {picture: at for at, picture in enumerate(dict.fromkeys(pictures))}
+    unique, parts = list(number), []
+    for start in range(0, len(unique), BATCH):
+        pixels = []
+        for picture in unique[start : start + BATCH]:
+            try:
+                with Image.open(picture) as opened:
+                    pixels.append(prepare(opened.convert("RGB")))
+            except (OSError, ValueError, SyntaxError) as error:
+                raise UserError(f"{picture} cannot be read as a picture: {error}") from None
+        parts.append(encoder.encode_image(torch.stack(pixels).to(device)).float())
+    return torch.cat(parts)[torch.tensor([number[picture] for picture in pictures], device=device)]

@@ -1,0 +1,137 @@
+"""From a recipe to its batches. Corpora are read and packed once and shared by the runs of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from powerclip.data.corpus import Corpus, read_corpus
+from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.packed import PackedCorpus, pack_corpus
+from powerclip.data.paths import expand_path, expand_pattern
+from powerclip.data.scene_loader import SceneLoader
+from powerclip.data.stream import BatchLoader
+from powerclip.data.tokens import CaptionTokenizer, Nodes
+from powerclip.encoders import DualEncoder, tokenizer_for
+from powerclip.errors import UserError
+from powerclip.evaluate.sugarcrepe import SugarCrepe, read_sugarcrepe
+from powerclip.train.recipe import Recipe
+
+T = TypeVar("T")
+
+# Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.
+COMPILED_MULTIPLE, EAGER_MULTIPLE = 16, 8
+
+
+class CorpusStore:
+    """Corpora and benchmarks that were read, by what they were read from. Hand the same store to several runs.
+
+    `say` is told, once, what each holds.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._kept: dict[Hashable, Any] = {}
+        self._say = say
+
+    def corpus(self, shards: str, setting: str, size: int, trees: str | None = None) -> Corpus:
+        """The corpus of a recipe's `setting`, its pictures `size` pixels high and wide."""
+        paths = tuple(expand_pattern(shards, setting))
+        tree_file = None if trees is None else _existing(expand_path(trees, "data.trees"), "data.trees")
+
+        def read() -> Corpus:
+            corpus = read_corpus(paths, size, tree_file, progress=self._say is not None)
+            self._tell(shards, corpus.summary())
+            return corpus
+
+        return self._once(("corpus", paths, size, tree_file), read)
+
+    def comparisons(self, folder: str, setting: str) -> SugarCrepe:
+        """The SugarCrepe files of a recipe's `setting`."""
+        path = expand_path(folder, setting)
+        if not path.is_dir():
+            raise UserError(f"{setting}: no folder {path}")
+
+        def read() -> SugarCrepe:
+            benchmark = read_sugarcrepe(path)
+            self._tell(folder, benchmark.summary())
+            return benchmark
+
+        return self._once(("comparisons", path), read)
+
+    def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
+        """A corpus of this store, packed for batches."""
+        # The tokenizer's class is always open_clip's own; its context length is what can differ.
+        key = ("packed", id(corpus), tokenizer.context_length, nodes, device)
+        return self._once(key, lambda: pack_corpus(corpus, tokenizer, nodes, device))
+
+    def _tell(self, source: str, summary: str) -> None:
+        if self._say:
+            self._say(f"{source}: {summary}")
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]  # type: ignore[no-any-return]
+
+
+def kept_size(image_size: tuple[int, int]) -> int:
+    """How large pictures are kept for crops of `image_size`: 8/7 of it, the usual 256 for 224."""
+    return round(max(image_size) * 8 / 7)
+
+
+def make_loader(
+    recipe: Recipe,
+    encoder: DualEncoder,
+    *,
+    store: CorpusStore | None = None,
+    device: torch.device | str = "cpu",
+    compiled: bool = False,
+) -> BatchLoader:
+    """The batches that a recipe describes, in the form that an encoder reads.
+
+    `store` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
+    different lengths of captions.
+    """
+    pixels = encoder.clip.visual.preprocess_cfg
+    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
+    data = recipe.data
+    shared: dict[str, Any] = {
+        "image_size": encoder.image_size,
+        "grid": encoder.grid,
+        "batch_size": recipe.train.batch_size,
+        "regions": recipe.regions.count,
+        "seed": data.seed,
+        "region_seed": recipe.train.seed,
+        "workers": data.workers,
+        "mean": pixels["mean"],
+        "std": pixels["std"],
+    }
+    if data.source == "scenes":
+        multiple = COMPILED_MULTIPLE if compiled else 1
+        return SceneLoader(tokenizer=tokenizer, nodes=recipe.nodes, length_multiple=multiple, **shared)
+    assert data.shards is not None  # DataSection sees to it
+    store = store or CorpusStore()
+    device = torch.device(device)
+    corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), data.trees)
+    return CorpusLoader(
+        store.packed(corpus, tokenizer, recipe.nodes, device),
+        crop=data.crop,
+        device=device,
+        length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
+        **shared,
+    )
+
+
+def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
+    """Let a model that is trained on squashed pictures say so: whoever evaluates it then squashes them too."""
+    if recipe.data.source == "corpus":
+        encoder.clip.visual.preprocess_cfg = {**encoder.clip.visual.preprocess_cfg, "resize_mode": "squash"}
+
+
+def _existing(path: Path, setting: str) -> Path:
+    if not path.is_file():
+        raise UserError(f"{setting}: no file {path}; set it to null to train without trees")
+    return path

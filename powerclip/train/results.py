@@ -1,0 +1,45 @@
+"""The outcome of a finished run as `results.json`: its scores, its cost, its last logged values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from powerclip.errors import UserError
+from powerclip.files import write_whole
+
+# The first logged steps compile, warm caches up and wait for the first batches.
+WARM_UP_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a finished run has to show."""
+
+    steps: int
+    seconds: float  # of the process that finished the run
+    seconds_per_step: float | None  # median over the logged intervals, the first ones left out
+    scores: dict[str, float] = field(default_factory=dict)  # `benchmark/measure` → share of right answers, 0 to 1
+    last: dict[str, float] = field(default_factory=dict)  # what was logged at the last step
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write the file, whole or not at all."""
+    write_whole(path, (json.dumps(asdict(results), indent=1) + "\n").encode())
+
+
+def read_results(path: Path) -> Results:
+    """Read the file back; UserError when it is damaged or not one of ours."""
+    try:
+        return Results(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: not the results of a run; remove it to run again") from None
+
+
+def seconds_per_step(rows: Iterable[Mapping[str, float]], batch_size: int) -> float | None:
+    """The median time of a step, from the speeds that were logged; None when nothing was."""
+    times = [batch_size / row["samples_per_second"] for row in rows if row.get("samples_per_second")]
+    return median(times[WARM_UP_ROWS:] or times) if times else None

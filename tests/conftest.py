@@ -1,0 +1,24 @@
+"""What tests of several packages share: a corpus made in a moment, and the real data where they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from mini_corpus import write_mini_corpus
+
+
+@pytest.fixture(scope="session")
+def mini_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the shards, trees and comparisons of `mini_corpus.py`."""
+    return write_mini_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with captions10k/ and sugarcrepe/; its tests are skipped without it."""
+    folder = os.environ.get("POWERCLIP_DATA")
+    if not folder:
+        pytest.skip("real data: set POWERCLIP_DATA to the folder that holds captions10k/ and sugarcrepe/")
+    return Path(folder)

@@ -1,0 +1,202 @@
+"""Batches of a corpus: epochs without repetition, captions of their pictures, crops that are where they say."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from powerclip.alignment.trees import parse_bracketed
+from powerclip.data.batch import Batch
+from powerclip.data.corpus import Corpus, read_corpus
+from powerclip.data.corpus_loader import CorpusLoader, random_crops
+from powerclip.data.packed import pack_corpus, take_phrases
+from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser, squash
+from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> CaptionTokenizer:
+    return CaptionTokenizer()
+
+
+@pytest.fixture(scope="module")
+def corpus(mini_corpus) -> Corpus:
+    return read_corpus(sorted(mini_corpus.glob("train-*.tar")), 20, mini_corpus / "trees.tsv")
+
+
+def loader(corpus: Corpus, tokenizer: CaptionTokenizer, **options: object) -> CorpusLoader:
+    chosen = {"image_size": (16, 16), "grid": (2, 2), "batch_size": 5, "regions": 3, **options}
+    return CorpusLoader(corpus, tokenizer=tokenizer, **chosen)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    tensors = [(getattr(a, name), getattr(b, name)) for name in ("images", "tokens", "regions")]
+    tensors += [(getattr(a.phrases, f.name), getattr(b.phrases, f.name)) for f in fields(a.phrases)]
+    return a.keys == b.keys and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors)
+
+
+def gradient_pictures(count: int, size: int) -> torch.Tensor:
+    """Pictures whose first channel says how far right a pixel is and whose second how far down."""
+    ramp = (torch.arange(size) + 0.5) / size * 255
+    pictures = torch.zeros(count, 3, size, size)
+    pictures[:, 0], pictures[:, 1] = ramp, ramp[:, None]
+    return pictures.round().byte()
+
+
+def plain(pictures: torch.Tensor) -> Corpus:
+    count = len(pictures)
+    tree = parse_bracketed("(NP a dog)", "a dog")
+    return Corpus([str(n) for n in range(count)], pictures, ["a dog"] * count, torch.arange(count), [tree] * count)
+
+
+def values(images: torch.Tensor) -> torch.Tensor:
+    """Normalised pixels as 0 … 255 again."""
+    return (images * torch.tensor(CLIP_STD).view(3, 1, 1) + torch.tensor(CLIP_MEAN).view(3, 1, 1)) * 255
+
+
+def test_every_picture_is_shown_once_an_epoch_in_an_order_of_its_own(corpus, tokenizer):
+    made = loader(corpus, tokenizer, batch_size=4)
+    epochs = [[key for step in range(3) for key in made.batch(3 * epoch + step).keys] for epoch in range(3)]
+    assert all(sorted(epoch) == corpus.keys for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_pictures_that_do_not_fill_a_batch_wait_for_another_epoch(corpus, tokenizer):
+    made = loader(corpus, tokenizer, batch_size=5)
+    assert made.steps_per_epoch == 2
+    keys = [key for step in range(2) for key in made.batch(step).keys]
+    assert len(set(keys)) == 10
+
+
+def test_a_caption_is_one_of_its_picture_and_all_are_shown_in_time(corpus, tokenizer):
+    made = loader(corpus, tokenizer, batch_size=12)
+    owned = {key: set() for key in corpus.keys}
+    for caption, owner in zip(corpus.captions, corpus.image_of_caption.tolist(), strict=True):
+        owned[corpus.keys[owner]].add(tuple(tokenizer.encode(caption).ids))
+    seen = {key: set() for key in corpus.keys}
+    for step in range(12):
+        batch = made.batch(step)
+        for key, row, picture in zip(batch.keys, batch.tokens, values(batch.images), strict=True):
+            ids = row.tolist()
+            end = ids.index(tokenizer.tokenizer.eot_token_id) + 1
+            assert not any(ids[end:])
+            seen[key].add(tuple(ids[:end]))
+            # The pictures are plain: any crop has the colour.
+            colour = corpus.images[corpus.keys.index(key), :, 0, 0]
+            assert (picture - colour.view(3, 1, 1)).abs().max() < 0.1
+    assert seen == owned
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_is_the_same_however_many_threads_make_it(corpus, tokenizer, workers):
+    made = loader(corpus, tokenizer, workers=workers)
+    reference = loader(corpus, tokenizer)
+    assert all(same(batch, reference.batch(step)) for step, batch in enumerate(made.stream(0, 7)))
+
+
+def test_seeds_say_which_pictures_and_which_parts_of_them(corpus, tokenizer):
+    first, order, parts = (
+        loader(corpus, tokenizer, **seeds).batch(0) for seeds in ({}, {"seed": 1}, {"region_seed": 1})
+    )
+    assert order.keys != first.keys
+    assert torch.equal(order.regions, first.regions)
+    assert parts.keys == first.keys
+    assert not torch.equal(parts.regions, first.regions)
+
+
+def test_the_number_of_regions_changes_neither_captions_nor_crops(corpus, tokenizer):
+    few, many = loader(corpus, tokenizer, regions=2).batch(0), loader(corpus, tokenizer, regions=9).batch(0)
+    assert torch.equal(few.images, many.images)
+    assert torch.equal(few.tokens, many.tokens)
+
+
+def test_token_rows_are_rounded_up_but_not_beyond_the_context(corpus, tokenizer):
+    assert loader(corpus, tokenizer, length_multiple=8).batch(0).tokens.shape[1] in (8, 16)
+    batch = loader(corpus, tokenizer, length_multiple=32).batch(0)
+    assert batch.tokens.shape[1] == batch.phrases.words.shape[1] == 32
+    short = CaptionTokenizer(context_length=9)
+    assert loader(corpus, short, batch_size=12, length_multiple=8).batch(0).tokens.shape[1] == 9
+
+
+def test_a_batch_larger_than_the_corpus_is_refused(corpus, tokenizer):
+    with pytest.raises(UserError, match=r"train\.batch_size is 13, but the corpus has only 12"):
+        loader(corpus, tokenizer, batch_size=13)
+
+
+def test_chosen_captions_are_packed_as_if_they_were_alone(corpus, tokenizer):
+    packed = pack_corpus(corpus, tokenizer)
+    chosen = torch.tensor([7, 2, 2, 0, 11])
+    tokenized = [tokenizer.encode(corpus.captions[i]) for i in chosen.tolist()]
+    for length in (13, 16, 40):
+        taken = take_phrases(packed.phrases, chosen, length)
+        direct = pack_phrases([corpus.trees[i] for i in chosen.tolist()], tokenized, length)
+        for field in fields(direct):
+            one, other = getattr(taken, field.name), getattr(direct, field.name)
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_packed_corpus_gives_the_batches_of_the_corpus(corpus, tokenizer):
+    packed = pack_corpus(corpus, tokenizer, "all")
+    one, other = loader(packed, tokenizer), loader(corpus, tokenizer, nodes="all")
+    assert same(one.batch(3), other.batch(3))
+
+
+# ---- crops -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_crop_of_everything_is_a_plain_resize(tokenizer):
+    pictures = torch.randint(0, 256, (4, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
+    batch = loader(plain(pictures), tokenizer, batch_size=4, image_size=(24, 20), crop=1.0).batch(0)
+    resized = F.interpolate(pictures.float(), (24, 20), mode="bicubic", align_corners=False).clamp(0, 255)
+    expected = resized[[int(key) for key in batch.keys]]
+    assert torch.allclose(values(batch.images), expected, atol=1e-2)
+
+
+def test_a_crop_shows_the_part_of_the_picture_that_its_box_says(tokenizer):
+    made = loader(plain(gradient_pictures(3, 64)), tokenizer, batch_size=3)
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [-0.5, 0.5, 0.5, 0.25], [0.25, 0.0, 0.75, 1.0]])
+    shown = values(made.crop_images(torch.arange(3), boxes)) / 255 * 2 - 1
+    for picture, (x, y, width, height) in zip(shown, boxes.tolist(), strict=True):
+        across = x + width * ((torch.arange(16) + 0.5) / 8 - 1)
+        down = y + height * ((torch.arange(16) + 0.5) / 8 - 1)
+        assert torch.allclose(picture[0], across.expand(16, 16), atol=0.02)
+        assert torch.allclose(picture[1], down[:, None].expand(16, 16), atol=0.02)
+
+
+@pytest.mark.parametrize("smallest", [0.08, 0.5, 0.9, 1.0])
+def test_crops_lie_inside_the_picture_and_keep_their_share_of_it(smallest):
+    boxes = random_crops(2000, smallest, torch.Generator().manual_seed(0))
+    centre, half = boxes[:, :2], boxes[:, 2:]
+    assert ((centre.abs() + half) <= 1 + 1e-6).all()
+    area = half.prod(1)
+    assert (area >= smallest - 1e-5).all()
+    assert (half[:, 0] / half[:, 1]).log().abs().max() <= torch.tensor(4 / 3).log() + 1e-5
+    assert area.mean() == pytest.approx((1 + smallest) / 2, abs=0.02)
+    if smallest == 1:
+        assert torch.equal(boxes, torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(2000, 4))
+    else:
+        assert centre.std(0).min() > 0.01
+        assert abs(centre.mean()) < 0.05
+
+
+# ---- pixels ----------------------------------------------------------------------------------------------------------
+
+
+def test_pixels_are_normalised_as_the_tower_wants():
+    pixels = torch.randint(0, 256, (2, 3, 4, 4)).float()
+    mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.5, 0.6, 0.7]).view(3, 1, 1)
+    expected = (pixels / 255 - mean) / std
+    assert torch.allclose(Normaliser([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])(pixels.clone()), expected, atol=1e-5)
+
+
+def test_whole_pictures_are_squashed_as_pillow_does_it():
+    pixels = torch.randint(0, 256, (3, 40, 60), generator=torch.Generator().manual_seed(1)).byte()
+    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
+    expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
+    assert (squash(pixels[None], (16, 24))[0] - expected).abs().max() < 1.5

@@ -1,0 +1,53 @@
+"""Small batches, towers and features for the tests of objectives."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.nn.functional import normalize
+
+from powerclip.data.batch import Batch
+from powerclip.data.scene_loader import SceneLoader
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.encoders import DualEncoder, Features, build
+
+CONFIG = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16},
+    "text_cfg": {"context_length": 40, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@cache
+def tiny_loader(count: int) -> SceneLoader:
+    return SceneLoader(
+        tokenizer=CaptionTokenizer(context_length=40), image_size=(32, 32), grid=(4, 4), batch_size=count, regions=5
+    )
+
+
+@cache
+def tiny_batch(count: int, step: int = 0) -> Batch:
+    return tiny_loader(count).batch(step)
+
+
+def tiny_encoder(seed: int = 0) -> DualEncoder:
+    torch.manual_seed(seed)
+    return build(config=CONFIG).train()
+
+
+def features(count: int, seed: int = 0) -> Features:
+    """Random features of `tiny_batch(count)`, with gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    length = tiny_batch(count).tokens.shape[1]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, 8, generator=generator).requires_grad_()
+
+    return Features(
+        image=normalize(draw(count), dim=-1),
+        patches=draw(count, 16),
+        text=normalize(draw(count), dim=-1),
+        words=draw(count, length),
+        logit_scale=torch.tensor(14.3, requires_grad=True),
+    )

@@ -1,0 +1,120 @@
+"""From a recipe to batches: scenes or a corpus, read once, and what is missing is said in the recipe's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import tiny
+
+from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.scene_loader import SceneLoader
+from powerclip.errors import UserError
+from powerclip.train.data import CorpusStore, kept_size, make_loader
+from powerclip.train.loop import train
+from powerclip.train.results import read_results
+from powerclip.train.state import start
+
+
+def corpus_settings(folder: Path) -> list[str]:
+    return [
+        "data.source=corpus",
+        f"data.shards={folder}/train-*.tar",
+        f"data.trees={folder}/trees.tsv",
+        f"evaluation.retrieval={folder}/val-000.tar",
+        f"evaluation.composition={folder}/sugarcrepe",
+        "train.steps=4",
+    ]
+
+
+def test_a_recipe_says_which_loader_makes_its_batches(tmp_path, mini_corpus):
+    recipe = tiny(tmp_path)
+    encoder = start(recipe).encoder
+    assert isinstance(make_loader(recipe, encoder), SceneLoader)
+    loader = make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.crop=0.7", "data.seed=3"), encoder)
+    assert isinstance(loader, CorpusLoader)
+    assert (loader.crop, loader.seed, loader.region_seed, loader.regions) == (0.7, 3, 0, 3)
+    assert loader.batch(0).images.shape == (4, 3, 16, 16)
+    assert loader.corpus.images.shape[-1] == kept_size((16, 16)) == 18
+
+
+def test_compiled_towers_see_few_different_lengths(tmp_path, mini_corpus):
+    for settings in ([], corpus_settings(mini_corpus)):
+        recipe = tiny(tmp_path, *settings)
+        loader = make_loader(recipe, start(recipe).encoder, compiled=True)
+        assert {loader.batch(step).tokens.shape[1] for step in range(6)} <= {16, 32, 40}
+
+
+def test_a_corpus_is_read_once_for_all_runs_that_share_a_store(tmp_path, mini_corpus, monkeypatch):
+    from powerclip.train import data
+
+    read = []
+    original = data.read_corpus
+    monkeypatch.setattr(data, "read_corpus", lambda *args, **kwargs: read.append(args) or original(*args, **kwargs))
+    store = CorpusStore()
+    recipe = tiny(tmp_path, *corpus_settings(mini_corpus))
+    encoder = start(recipe).encoder
+    loaders = [make_loader(recipe, encoder, store=store) for _ in range(3)]
+    assert len(read) == 1
+    assert loaders[0].corpus is loaders[2].corpus
+    make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.trees=null"), encoder, store=store)
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.shards=${NOT_SET_HERE}/a.tar", r"data\.shards: .*NOT_SET_HERE is not set"),
+        ("data.shards=nowhere/*.tar", r"data\.shards: nothing matches nowhere/\*\.tar"),
+        ("data.trees=nowhere.tsv", r"data\.trees: no file nowhere\.tsv; set it to null"),
+        ("evaluation.retrieval=nowhere.tar", r"evaluation\.retrieval: nothing matches"),
+        ("evaluation.composition=nowhere", r"evaluation\.composition: no folder nowhere"),
+        ("train.batch_size=100", r"train\.batch_size is 100, but the corpus has only 12"),
+        ("data.shards=null", r"data\.source is corpus: set data\.shards"),
+        ("data.crop=0", r"data\.crop must lie in \(0, 1\]"),
+    ],
+)
+def test_what_is_missing_shows_before_anything_is_written(tmp_path, mini_corpus, override, expected):
+    with pytest.raises(UserError, match=expected):
+        train(tiny(tmp_path, *corpus_settings(mini_corpus), override), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("objective", ["clip", "powerclip"])
+def test_a_run_on_a_corpus_ends_with_its_scores(tmp_path, mini_corpus, objective):
+    recipe = tiny(tmp_path, *corpus_settings(mini_corpus), f"objective={objective}", "train.evaluate_every=2")
+    result = train(recipe, tmp_path / "run", quiet=True)
+    written = read_results(result.folder.results)
+    assert written == result.results
+    assert {
+        "retrieval/mean",
+        "retrieval/text_r1",
+        "composition/mean",
+        "composition/replace_att",
+    } <= written.scores.keys()
+    assert ("violation" in written.last) == (objective == "powerclip")
+    assert written.seconds_per_step > 0
+
+
+def test_a_model_trained_on_squashed_pictures_says_so(tmp_path, mini_corpus):
+    import powerclip
+
+    result = train(tiny(tmp_path, *corpus_settings(mini_corpus)), tmp_path / "run", quiet=True)
+    loaded, preprocess, _ = powerclip.load(result.folder.model)
+    assert loaded.clip.visual.preprocess_cfg["resize_mode"] == "squash"
+    from PIL import Image
+
+    half = Image.new("RGB", (60, 20))
+    half.paste((255, 255, 255), (0, 0, 10, 20))  # a centre crop would not see it
+    assert preprocess(half)[0, 8, 0] > 1
+    assert torch.equal(preprocess(half)[0, 8, 0], preprocess(half)[0, 0, 0])
+
+
+def test_a_run_that_keeps_no_model_is_finished_all_the_same(tmp_path, mini_corpus):
+    recipe = tiny(tmp_path, *corpus_settings(mini_corpus), "train.save_model=false")
+    result = train(recipe, tmp_path / "run", quiet=True)
+    assert result.folder.finished
+    assert not result.folder.model.exists()
+    with pytest.raises(UserError, match="its model was not kept"):
+        train(recipe, tmp_path / "run", resume=True, quiet=True)
