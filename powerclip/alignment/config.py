@@ -6,13 +6,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # The best that we measured from scratch at small scale: see docs/paper-notes.md, "It must learn".
+    # The best that we measured from scratch at small scale: see docs/learning.md.
     "default": {},
     # The combination that the paper prints: Definitions 1 and 2, Eq. 8 and Appendix F.
     "paper": {
         "similarity": "sum",
         "centre": "none",
         "empty_set": True,
+        "largest_set": 0,
         "negatives": "hardest",
         "loss": "triplet",
         "weight": 0.1,
@@ -33,7 +34,7 @@ class AlignmentConfig:
         "batch"  # which mean is subtracted from the patch features before pooling
     )
     empty_set: bool = False  # whether A may be ∅ in 2^M
-    largest_set: int = 0  # most regions in a phrase's best set (T2R); 0: any number, as printed
+    largest_set: int = 1  # most regions in a phrase's best set (T2R); 0: any number, as printed
     tau: float = 0.001
     alpha: float = 0.75
     t1: Literal["softplus", "relu", "gelu", "swish"] = "softplus"
@@ -55,6 +56,7 @@ class AlignmentConfig:
 
     # How the loss is computed: differentiate only the pairs that carry a gradient, or all of them
     gradient: Literal["select", "autograd"] = "select"
+    backend: Literal["auto", "reference", "torch", "triton"] = "auto"  # see backends.py
 
     @classmethod
     def named(cls, preset: str = "default", **overrides: Any) -> AlignmentConfig:
@@ -74,6 +76,7 @@ class AlignmentConfig:
             "loss": ("triplet", "softmax"),
             "negatives": ("hardest", "k", "all"),
             "gradient": ("select", "autograd"),
+            "backend": ("auto", "reference", "torch", "triton"),
         }
         for field in fields(self):
             value, allowed = getattr(self, field.name), choices.get(field.name)
@@ -93,9 +96,11 @@ class AlignmentConfig:
             raise ValueError(f"alignment.largest_set must not be negative, not {self.largest_set}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
+        if self.largest_set and self.t1 not in ("softplus", "relu"):
+            raise ValueError(f"alignment.t1: {self.t1} needs largest_set: 0 (a bounded best set is found exactly)")
         if not self.empty_set and self.aggregation == "nla" and self.region_sets:
             # Only these have a closed form over the non-empty sets.
-            if self.t2r and not self.largest_set and self.t1 not in ("softplus", "relu"):
+            if self.t2r and self.t1 not in ("softplus", "relu"):
                 raise ValueError(f"alignment.t1: {self.t1} needs empty_set: true (softplus and relu do not)")
             if self.r2t and self.t2 != "tanh":
                 raise ValueError(f"alignment.t2: {self.t2} needs empty_set: true (tanh does not)")

@@ -9,6 +9,7 @@ Axes: C pairs of the batch · k negatives of each
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, hardest, off_diagonal
 from powerclip.alignment.embed import Parts
-from powerclip.alignment.score import pair_similarities, score_all, score_pairs
+from powerclip.alignment.kernels.hardest import hardest_pairs
+from powerclip.alignment.score import pair_similarities, score_all, score_block, score_pairs
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,22 @@ def alignment_loss(parts: Parts, config: AlignmentConfig, scale: Tensor | float 
     if count < 2 or count != len(segments):
         raise ValueError(f"need as many images as captions and at least 2 pairs, not {count} and {len(segments)}")
     scale = config.scale if scale is None else scale
-    everything = config.negatives == "all" or config.gradient == "autograd"
-    with torch.set_grad_enabled(everything and torch.is_grad_enabled()):
-        scores = score_all(regions, nodes, segments, config)
     if config.negatives == "all":
+        scores = score_all(regions, nodes, segments, config)
         positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
     else:
         k = 1 if config.negatives == "hardest" else config.k
-        hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)  # [C, k] each
-        own = torch.arange(count, device=scores.device)
+        if config.gradient == "autograd":
+            scores = score_all(regions, nodes, segments, config)
+            hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)  # [C, k] each
+        else:
+            with torch.no_grad():
+                score = functools.partial(score_block, regions, nodes, segments, config)
+                hard_captions, hard_images = hardest_pairs(score, count, k)
+        own = torch.arange(count, device=regions.device)
         image = torch.cat([own, own.repeat_interleave(hard_captions.shape[1]), hard_images.flatten()])
         caption = torch.cat([own, hard_captions.flatten(), own.repeat_interleave(hard_images.shape[1])])
-        if everything:
+        if config.gradient == "autograd":
             chosen = scores[image, caption]
         else:
             chosen = score_pairs(regions, nodes, segments, image, caption, config)
@@ -62,7 +68,7 @@ def alignment_loss(parts: Parts, config: AlignmentConfig, scale: Tensor | float 
 
     with torch.no_grad():
         worst = row.amax(-1)
-        own = torch.arange(count, device=scores.device)
+        own = torch.arange(count, device=regions.device)
         q, real = pair_similarities(regions, nodes, segments, own, own)
         return Alignment(
             loss=loss,

@@ -11,7 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels import nla_recompute
+from powerclip.alignment.kernels.recompute import Way, by_autograd, recompute
 from powerclip.alignment.nla import nla_t1, nla_t2
 from powerclip.alignment.powerset import exact_r2t
 from powerclip.alignment.ragged import Segments, segment_logsumexp, segment_max, segment_mean
@@ -35,7 +38,7 @@ def _t2r(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     if config.largest_set:
         # The best of the sets of at most s regions has a closed form as well: the s highest that are positive.
         count = min(count, config.largest_set)
-        q, exact = q.topk(count).values, True
+        q, exact = q.amax(-1, keepdim=True) if count == 1 else q.topk(count).values, True
     # Corollary 1: with relu NLA-T1 is exact, so enumeration is never needed here.
     score = nla_t1(q, segments, config.tau, "relu" if exact else config.t1, empty_set=config.empty_set)
     return score / count if config.similarity == "mean" else score
@@ -55,11 +58,46 @@ def _r2t(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
 
 def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], in blocks of images."""
+    backend = choose(config, regions.device)
+    if backend == "triton":
+        return _score_by_kernels(regions, nodes, segments, config)
+    if backend == "torch" and nla_recompute.supports(config):
+        return nla_recompute.nla_recompute(regions, nodes, segments, config)
+    score = _fused() if backend == "torch" and regions.is_cuda else _score_block
+    blocks = regions.split(_block_size(regions, nodes, config))
+    return torch.cat([score(block, nodes, segments, config) for block in blocks])
+
+
+def score_block(
+    regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, images: slice, captions: slice
+) -> Tensor:
+    """S̄ of a range of the images with a range of the captions."""
+    if captions.stop - captions.start < len(segments):
+        # The only place where the GPU is asked for a number: which nodes these captions own.
+        ends = segments.lengths.cumsum(0)
+        end = int(ends[captions.stop - 1])
+        first = end - int(segments.lengths[captions].sum())
+        nodes = nodes[first:end]
+        segments = Segments.from_lengths(segments.lengths[captions], end - first, segments.longest)
+    return score_all(regions[images], nodes, segments, config)
+
+
+def _score_by_kernels(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    # Triton is imported only by those who use it.
+    if config.aggregation == "exact":
+        from powerclip.alignment.kernels.exact_r2t import exact_score as score
+    else:
+        from powerclip.alignment.kernels.nla_score import nla_score as score
+    if nla_recompute.supports(config):
+        return nla_recompute.nla_recompute(regions, nodes, segments, config, score)
+    way = Way(score, by_autograd(_score_block), _block_size(regions, nodes, config))
+    return recompute(regions, nodes, segments, config, way)
+
+
+def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:
     count = regions.shape[1]
     per_image = len(nodes) * (2**count if config.aggregation == "exact" and config.region_sets else count)
-    score = _fused() if regions.is_cuda else _score_block
-    blocks = regions.split(max(1, BLOCK_ELEMENTS // per_image))
-    return torch.cat([score(block, nodes, segments, config) for block in blocks])
+    return max(1, BLOCK_ELEMENTS // per_image)
 
 
 def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:

@@ -31,6 +31,7 @@ class CorpusLoader(BatchLoader):
         grid: rows and columns of patches.
         batch_size: C; the pictures at the end of an epoch's order that do not fill a batch are left out of the epoch.
         regions: M, random boxes of each picture.
+        largest_box: longest side of a box, as a share of the picture's.
         crop: smallest share of the picture's area that a crop keeps; 1 shows whole pictures.
         seed: in which order pictures are shown.
         region_seed: which captions, crops and boxes.
@@ -50,6 +51,7 @@ class CorpusLoader(BatchLoader):
         grid: tuple[int, int],
         batch_size: int,
         regions: int = 10,
+        largest_box: float = 1.0,
         crop: float = 0.9,
         seed: int = 0,
         region_seed: int = 0,
@@ -69,7 +71,8 @@ class CorpusLoader(BatchLoader):
             corpus = pack_corpus(corpus, tokenizer or CaptionTokenizer(), nodes, self.device)
         self.corpus = corpus
         self.image_size, self.grid, self.batch_size = image_size, grid, batch_size
-        self.regions, self.crop, self.length_multiple = regions, crop, length_multiple
+        self.regions, self.largest_box = regions, largest_box
+        self.crop, self.length_multiple = crop, length_multiple
         self.seed, self.region_seed = seed, region_seed
         self._normalise = Normaliser(mean, std, self.device)
 
@@ -89,7 +92,7 @@ class CorpusLoader(BatchLoader):
         draw = torch.rand(self.batch_size, generator=generator)
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
         crops = random_crops(self.batch_size, self.crop, generator)
-        regions = random_boxes(self.batch_size, self.regions, self.grid, generator)
+        regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)
         longest, multiple = int(corpus.lengths[caption].max()), self.length_multiple
         length = min(-(-longest // multiple) * multiple, corpus.context_length)
         return Batch(

@@ -26,6 +26,7 @@ class SceneLoader(BatchLoader):
         grid: rows and columns of patches.
         batch_size: C.
         regions: M, random boxes of each picture.
+        largest_box: longest side of a box, as a share of the picture's.
         nodes: which constituents of the trees take part.
         seed: which scenes; step s shows numbers s·C … (s+1)·C-1 of them.
         region_seed: which boxes.
@@ -42,6 +43,7 @@ class SceneLoader(BatchLoader):
         grid: tuple[int, int],
         batch_size: int,
         regions: int = 10,
+        largest_box: float = 1.0,
         nodes: Nodes = "phrases",
         seed: int = 0,
         region_seed: int = 0,
@@ -56,7 +58,7 @@ class SceneLoader(BatchLoader):
         self.tokenizer = tokenizer
         self.size = image_size[0]
         self.grid, self.batch_size = grid, batch_size
-        self.regions, self.nodes = regions, nodes
+        self.regions, self.largest_box, self.nodes = regions, largest_box, nodes
         self.seed, self.region_seed = seed, region_seed
         self.length_multiple = length_multiple
         self._normalise = Normaliser(mean, std)
@@ -71,7 +73,7 @@ class SceneLoader(BatchLoader):
         return Batch(
             images=self._normalise(render(scenes, self.size).float()),
             tokens=tokens,
-            regions=random_boxes(self.batch_size, self.regions, self.grid, generator),
+            regions=random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box),
             phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], self.nodes),
             keys=[f"train-{self.seed}-{first + i}" for i in range(self.batch_size)],
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerclip.encoders.dual import DualEncoder
 from powerclip.encoders.features import Features
-from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches
+from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection
 from powerclip.encoders.text import trim
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __all__ = [
     "PatchContext",
     "PatchSelector",
     "RandomPatches",
+    "Selection",
     "build",
     "load",
     "preprocess_for",

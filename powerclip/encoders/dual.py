@@ -71,7 +71,7 @@ class DualEncoder(nn.Module):
         """
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
-        pooled, patches, kept = walk_image(self.clip.visual, images, selector)
+        pooled, patches, selection = walk_image(self.clip.visual, images, selector)
         text, words = self.encode_words(tokens)
         bias = self.clip.logit_bias
         return Features(
@@ -81,7 +81,8 @@ class DualEncoder(nn.Module):
             words=words,
             logit_scale=self.clip.logit_scale.exp().reshape(()),
             logit_bias=None if bias is None else bias.reshape(()),
-            kept=kept,
+            kept=None if selection is None else selection.kept,
+            shown=None if selection is None else selection.shown,
         )
 
     def encode_image(self, images: Tensor) -> Tensor:

@@ -26,3 +26,4 @@ class Features:
     logit_scale: Tensor  # scalar, the factor itself (not its logarithm)
     logit_bias: Tensor | None = None  # scalar, of models trained with a sigmoid loss
     kept: Tensor | None = None  # [C, n] grid indices of the patches that stayed, None when all did
+    shown: Tensor | None = None  # [C, n] bool: those of `kept` that were attended to, None when all were

@@ -20,11 +20,19 @@ class PatchContext:
     patches: Tensor  # [C, N, D] embedded, position added, before the transformer
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The patches that stay. Where images show different numbers of them, n is the largest and some are hidden."""
+
+    kept: Tensor  # [C, n] indices into the N patches, ascending in each row, n ≥ 1
+    shown: Tensor | None = None  # [C, n] bool: false for a patch that only fills up its row; None when all are shown
+
+
 class PatchSelector(Protocol):
     """Chooses the patches that the transformer sees; the class token always stays."""
 
-    def __call__(self, context: PatchContext) -> Tensor:
-        """Indices [C, n] into the N patches, ascending in each row; every image keeps the same number n ≥ 1."""
+    def __call__(self, context: PatchContext) -> Tensor | Selection:
+        """A `Selection`, or its indices [C, n] alone when every image shows the same number of patches."""
         ...
 
 

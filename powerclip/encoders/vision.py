@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, keep_patches
+from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection, keep_patches
 from powerclip.errors import UserError
 
 
@@ -43,29 +44,52 @@ def dropout_selector(visual: Any) -> PatchSelector | None:
     return RandomPatches(keep=1 - share) if share else None
 
 
-def walk_image(
-    visual: Any, images: Tensor, selector: PatchSelector | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pooled [C, D] and patches [C, n, D], both after ln_post and before the projection, and the indices kept."""
+def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The class token [C, 1, D] and the patches [C, N, D], embedded, with their positions, before ln_pre."""
     if tuple(images.shape[-2:]) != tuple(visual.image_size):
         found, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {found} pixels, the model reads {expected}: set the data's image size to match")
     patches = visual.conv1(images).flatten(2).transpose(1, 2)
     position = visual.positional_embedding.to(patches.dtype)
     first = visual.class_embedding.to(patches.dtype).expand(patches.shape[0], 1, -1) + position[:1]
-    patches = patches + position[1:]
+    return first, patches + position[1:]
 
-    kept = None
+
+def walk_image(
+    visual: Any, images: Tensor, selector: PatchSelector | None = None
+) -> tuple[Tensor, Tensor, Selection | None]:
+    """Pooled [C, D] and patches [C, n, D], both after ln_post and before the projection, and which patches stayed."""
+    first, patches = embed_image(visual, images)
+    selection, shown, mask = None, None, None
     if selector is not None:
-        kept = selector(PatchContext(images, patches))
-        patches = keep_patches(patches, kept)
+        chosen = selector(PatchContext(images, patches))
+        selection = chosen if isinstance(chosen, Selection) else Selection(chosen)
+        shown = selection.shown
+        patches = keep_patches(patches, selection.kept)
 
-    x = visual.transformer(visual.ln_pre(torch.cat([first, patches], dim=1)))
+    x = visual.ln_pre(torch.cat([first, patches], dim=1))
+    if shown is not None:
+        mask = _hiding_mask(shown, visual.transformer.resblocks[0].attn.num_heads, x.dtype)
+    x = visual.transformer(x, attn_mask=mask)
     if visual.final_ln_after_pool:
-        return visual.ln_post(_pool(visual, x)), visual.ln_post(x[:, 1:]), kept
+        return visual.ln_post(pool(visual, x, shown)), visual.ln_post(x[:, 1:]), selection
     x = visual.ln_post(x)
-    return _pool(visual, x), x[:, 1:], kept
+    return pool(visual, x, shown), x[:, 1:], selection
 
 
-def _pool(visual: Any, x: Tensor) -> Tensor:
-    return x[:, 0] if visual.pool_type == "tok" else x[:, 1:].mean(dim=1)
+def pool(visual: Any, x: Tensor, shown: Tensor | None = None) -> Tensor:
+    """The global token [C, D] of tokens [C, 1+n, D]: the class token, or the mean of the patches that are shown."""
+    if visual.pool_type == "tok":
+        return x[:, 0]
+    if shown is None:
+        return x[:, 1:].mean(dim=1)
+    return torch.where(shown.unsqueeze(-1), x[:, 1:], 0).sum(dim=1) / shown.sum(dim=1, keepdim=True)
+
+
+def _hiding_mask(shown: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """What attention adds to its logits [C·heads, 1+n, 1+n], image by image: −inf for the keys that are hidden."""
+    hidden = F.pad(~shown, (1, 0), value=False)
+    added = torch.zeros(hidden.shape, dtype=dtype, device=shown.device).masked_fill(hidden, float("-inf"))
+    # Every query and every head of an image has the same row: the queries share memory, only the heads are written out.
+    rows = added.repeat_interleave(heads, dim=0).unsqueeze(1)
+    return rows.expand(-1, rows.shape[-1], -1)

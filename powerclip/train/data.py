@@ -103,6 +103,7 @@ def make_loader(
         "grid": encoder.grid,
         "batch_size": recipe.train.batch_size,
         "regions": recipe.regions.count,
+        "largest_box": recipe.regions.largest,
         "seed": data.seed,
         "region_seed": recipe.train.seed,
         "workers": data.workers,

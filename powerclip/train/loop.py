@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -162,9 +162,14 @@ def finished_run(folder: RunFolder, device: torch.device) -> RunResult:
 
 def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, Terms, Tensor]:
     """One update; gives the learning rate, the loss and the norm of its gradient. Nothing waits for the GPU."""
-    rate = learning_rate(state.step, recipe.train.steps, recipe.optim)
+    steps = recipe.train.steps
+    phase = state.objective.phase(state.step, steps)
+    # Only the start of a run needs a warm-up.
+    optim = recipe.optim if phase.start == 0 else replace(recipe.optim, warmup=0)
+    rate = phase.rate * learning_rate(state.step - phase.start, phase.end - phase.start, optim)
     for group in state.optimizer.param_groups:
         group["lr"] = rate
+    state.objective.progress(state.step, steps)
     features = run_towers(recipe.train, state.objective, state.encoder, batch.images, batch.tokens)
     # Outside of autocast: similarities that carry a gradient are float32.
     terms = state.objective.loss(features, batch)
@@ -176,6 +181,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     state.optimizer.step()
     state.encoder.clamp_logit_scale()
     state.objective.clamp()
+    state.objective.after_step(state.encoder)
     state.step += 1
     return rate, terms, norm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,9 +51,12 @@ class RegionsSection:
 
     kind: Literal["random"] = "random"
     count: int = 10  # M
+    largest: float = 1.0  # longest side of a box, as a share of the picture's
 
     def __post_init__(self) -> None:
         _at_least(1, regions_count=self.count)
+        if not 0 < self.largest <= 1:
+            raise ValueError(f"regions.largest must lie in (0, 1], not {self.largest}")
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Recipe:
     """Everything that decides a training run."""
 
     model: ModelSection
-    objective: Literal["clip", "powerclip"] = "powerclip"
+    objective: Literal["clip", "powerclip", "flip", "a_clip", "e_clip", "clip_pgs", "filip", "sparc"] = "powerclip"
+    objective_settings: dict[str, Any] = field(default_factory=dict)  # of the six others; powerclip has `alignment`
     nodes: Literal["phrases", "all"] = "phrases"  # all: single words that hang under a phrase are nodes too
     data: DataSection = field(default_factory=DataSection)
     regions: RegionsSection = field(default_factory=RegionsSection)
@@ -277,10 +281,26 @@ def _build(values: dict[str, Any], where: str) -> Recipe:
         raise UserError(f"{where}: no model; set model.name or model.config")
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
-        rest = {key: value for key, value in values.items() if key != "alignment"}
-        return schema.build(Recipe, {**rest, "alignment": asdict(alignment)})
+        rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}
+        recipe = schema.build(Recipe, {**rest, "alignment": asdict(alignment)})
+        settings = _objective_settings(recipe.objective, values.get("objective_settings", {}), where)
+        return replace(recipe, objective_settings=settings)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _objective_settings(objective: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What is given, checked against the objective's own settings, with their defaults for the rest."""
+    from powerclip.objectives import SETTINGS
+
+    if objective in SETTINGS:
+        kind = SETTINGS[objective]
+        built: Any = schema.build(kind, schema.check(given, kind, where, "objective_settings."))
+        return asdict(built)
+    if given:
+        other = "; its settings are under 'alignment'" if objective == "powerclip" else ""
+        raise UserError(f"{where}: objective {objective} has no objective_settings.{next(iter(given))}{other}")
+    return {}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

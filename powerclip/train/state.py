@@ -59,7 +59,9 @@ def start(recipe: Recipe) -> TrainState:
     torch.manual_seed(recipe.train.seed)
     model = recipe.model
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
-    objective = build_objective(recipe.objective, recipe.alignment).to(device).train()
+    objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
+    objective.attach(encoder)
+    objective.to(device).train()
     optimizer = make_optimizer([encoder, objective], recipe.optim)
     return TrainState(0, device, encoder, objective, optimizer)
 

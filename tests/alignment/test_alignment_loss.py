@@ -16,6 +16,7 @@ CONFIGS = {
     "paper": AlignmentConfig.named("paper"),
     "default": AlignmentConfig(),
     "default, hardest": AlignmentConfig(negatives="hardest"),
+    "any set": AlignmentConfig(largest_set=0, negatives="hardest"),
     "default, k": AlignmentConfig(negatives="k", k=3),
     "softmax over sums": AlignmentConfig(similarity="sum", negatives="k", k=2),
     "triplet, all": AlignmentConfig(loss="triplet", negatives="all"),
@@ -127,8 +128,8 @@ def test_mean_similarity_divides_nodes_by_leaves_and_scores_by_regions():
     torch.testing.assert_close(means.nodes * phrases.node_sizes.unsqueeze(-1), sums.nodes)
     q = torch.randn(len(sums.nodes), 3, 5)
     torch.testing.assert_close(
-        aggregate(q, sums.segments, AlignmentConfig(similarity="mean")) * 5,
-        aggregate(q, sums.segments, AlignmentConfig(similarity="sum")),
+        aggregate(q, sums.segments, AlignmentConfig(similarity="mean", largest_set=0)) * 5,
+        aggregate(q, sums.segments, AlignmentConfig(similarity="sum", largest_set=0)),
     )
 
 
@@ -184,7 +185,8 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
         ({"alpha": 1.5}, "alignment.alpha must lie in"),
         ({"tau": 0.0}, "alignment.tau must be positive"),
         ({"r2t": False, "t2r": False}, "nothing is left to align"),
-        ({"t1": "gelu", "empty_set": False}, "needs empty_set: true"),
+        ({"t1": "gelu"}, "needs largest_set: 0"),
+        ({"t1": "gelu", "largest_set": 0, "empty_set": False}, "needs empty_set: true"),
         ({"t2": "sigmoid", "empty_set": False}, "needs empty_set: true"),
         ({"k": 0}, "alignment.k must be at least 1"),
     ],

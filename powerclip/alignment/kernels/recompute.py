@@ -1,0 +1,77 @@
+"""Scores of all pairs whose gradient is computed from the inputs again, block of images by block.
+
+What autograd would keep between forward and backward, several tensors of T × B × M, is never kept. The forward may be
+any scorer, also one that autograd cannot see into.
+
+Axes: T nodes of all captions · B images · M regions · S captions · D width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.ragged import Segments
+
+# Scores [B, S] of regions [B, M, D] and nodes [T, D].
+Scorer = Callable[[Tensor, Tensor, Segments, AlignmentConfig], Tensor]
+# Gradients of both for a block of images, given the gradient [B, S] of its scores.
+Differentiator = Callable[[Tensor, Tensor, Tensor, Segments, AlignmentConfig], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to score, how to differentiate, and how many images at a time when differentiating."""
+
+    score: Scorer
+    differentiate: Differentiator
+    block: int
+
+
+def recompute(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, way: Way) -> Tensor:
+    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]."""
+    return _Recompute.apply(regions, nodes, segments, config, way)
+
+
+def by_autograd(score: Scorer) -> Differentiator:
+    """The gradient of a scorer that autograd can see into."""
+
+    def differentiate(
+        regions: Tensor, nodes: Tensor, gradient: Tensor, segments: Segments, config: AlignmentConfig
+    ) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            regions, nodes = regions.detach().requires_grad_(), nodes.detach().requires_grad_()
+            of_regions, of_nodes = torch.autograd.grad(
+                score(regions, nodes, segments, config), [regions, nodes], gradient
+            )
+        return of_regions, of_nodes
+
+    return differentiate
+
+
+class _Recompute(torch.autograd.Function):
+    """Keeps the inputs, nothing of the size T × B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, way: Way
+    ) -> Tensor:
+        ctx.save_for_backward(regions, nodes)
+        ctx.segments, ctx.config, ctx.way = segments, config, way
+        return way.score(regions, nodes, segments, config)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        regions, nodes = ctx.saved_tensors
+        of_nodes, of_regions = torch.zeros_like(nodes), []
+        blocks = zip(regions.split(ctx.way.block), gradients[0].split(ctx.way.block), strict=True)
+        for block, gradient in blocks:
+            of_block, of_these = ctx.way.differentiate(block, nodes, gradient.to(nodes.dtype), ctx.segments, ctx.config)
+            of_regions.append(of_block)
+            of_nodes += of_these
+        return torch.cat(of_regions), of_nodes, None, None, None

@@ -1,0 +1,184 @@
+"""A-CLIP: CLIP on the patches that a slowly moving copy of the image tower looks at, two views and self-supervision.
+
+Yang et al., "Attentive Mask CLIP", ICCV 2023.
+
+    L = ½ Σ_v L_CLIP(x_v, y) + L_SimCLR(z_1, z_2) + 2 · ½ Σ_v ‖ p̂_v − t̂ ‖²
+
+v = 1, 2 are crops of an image. The teacher, an exponential moving average of the tower, sees the smallest crop that
+covers both; a patch's score is the attention it gets from the teacher's class token, mean over heads and layers, moved
+to each view. Scores are pooled 2 × 2 and the best half of the cells stays (25 of 49, 100 patches of 196). z, p and t
+are heads on the class token: z for SimCLR (τ = 0.1), p a prediction (BYOL) of t, which is the teacher's.
+
+Defaults: crops of 0.5 to 1 of the area; momentum 0.996 → 1 by a cosine; patch embedding frozen; heads of width 4,096.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from powerclip.encoders.attention import check_class_attention, walk_attention
+from powerclip.encoders.features import Features
+from powerclip.encoders.projection import project
+from powerclip.encoders.vision import walk_image
+from powerclip.errors import UserError
+from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.clip import clip_loss
+from powerclip.objectives.selection.attentive import resample_scores, select_attentive
+from powerclip.objectives.settings import check_least, check_positive, check_share
+from powerclip.objectives.views import cover, draw_crops, take_crops
+
+if TYPE_CHECKING:
+    from powerclip.data.batch import Batch
+    from powerclip.encoders import DualEncoder
+
+
+@dataclass(frozen=True)
+class AClipSettings:
+    """How A-CLIP looks, masks and supervises itself."""
+
+    keep: float = 0.5  # share of the cells that stay
+    cell: int = 2  # patches on a side of a cell
+    smallest: float = 0.5  # area of a view, as a share of the image: from this to 1
+    momentum: float = 0.996  # of the teacher at the start; 1 at the end
+    simclr_weight: float = 1.0
+    temperature: float = 0.1  # τ of SimCLR
+    byol_weight: float = 2.0
+    hidden: int = 4096  # width of the heads
+    output: int = 256  # what they give
+    freeze_patches: bool = True  # whether the patch embedding stays as it was initialised
+
+    def __post_init__(self) -> None:
+        check_share("keep", self.keep, above=0)
+        check_share("smallest", self.smallest, above=0)
+        check_share("momentum", self.momentum)
+        for name in ("cell", "hidden", "output"):
+            check_least(name, getattr(self, name), 1)
+        for name in ("simclr_weight", "byol_weight"):
+            check_least(name, getattr(self, name), 0)
+        check_positive("temperature", self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoViews(Features):
+    """Features of the first view, and what A-CLIP needs of both. P: width of the heads' output."""
+
+    second: Tensor  # [C, D] the second view's embedding, normalised
+    contrasted: Tensor  # [C, 2, P] z
+    predicted: Tensor  # [C, 2, P] p
+    target: Tensor  # [C, P] t, without a gradient
+
+
+def simclr_loss(one: Tensor, other: Tensor, temperature: float) -> Tensor:
+    """NT-Xent of C pairs of views [C, P]: each view's positive is the other, all 2C − 2 others are negatives."""
+    views = F.normalize(torch.cat([one, other]).float(), dim=-1)
+    itself = torch.eye(len(views), dtype=torch.bool, device=views.device)
+    logits = (views @ views.T / temperature).masked_fill(itself, float("-inf"))
+    partner = torch.arange(len(views), device=views.device).roll(len(one))
+    return F.cross_entropy(logits, partner)
+
+
+def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """‖p̂ − t̂‖² = 2 − 2⟨p̂, t̂⟩, mean over predictions [C, 2, P] of targets [C, P]."""
+    return (2 - 2 * F.cosine_similarity(predicted.float(), target.float().unsqueeze(1), dim=-1)).mean()
+
+
+class AClip(Objective):
+    """CLIP's loss of two attentively masked views, and both self-supervised losses."""
+
+    def __init__(self, settings: AClipSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or AClipSettings()
+        self._step, self._steps = 0, 1
+
+    def attach(self, encoder: DualEncoder) -> None:
+        """Copy the image tower as the teacher, make the heads, and freeze what A-CLIP freezes."""
+        visual, settings = encoder.clip.visual, self.settings
+        check_class_attention(visual)
+        if any(side % settings.cell for side in encoder.grid):
+            rows, columns = encoder.grid
+            raise UserError(
+                f"a_clip pools attention over cells of {settings.cell} × {settings.cell} patches, and the image tower "
+                f"has {rows} × {columns}: set objective_settings.cell to a number that divides both (1 always does)"
+            )
+        if settings.freeze_patches:
+            visual.conv1.requires_grad_(False)
+        width, hidden, output = visual.ln_post.normalized_shape[0], settings.hidden, settings.output
+        self.contrast = _head(width, hidden, output, layers=3)
+        self.projection = _head(width, hidden, output)
+        self.prediction = _head(output, hidden, output)
+        # nn.Module's attributes are typed Tensor | Module; open_clip's tower carries more than that.
+        self.teacher: Any = copy.deepcopy(visual).requires_grad_(False)
+        self.teacher_projection = copy.deepcopy(self.projection).requires_grad_(False)
+
+    def progress(self, step: int, steps: int) -> None:
+        """Note the step, for the teacher's momentum."""
+        super().progress(step, steps)
+        self._step, self._steps = step, steps
+
+    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> TwoViews:
+        """Make both views, let the teacher choose their patches, and run both through the tower at once."""
+        visual, settings = encoder.clip.visual, self.settings
+        count = len(images)
+        with torch.no_grad():
+            one, other = (draw_crops(count, settings.smallest, images.device) for _ in range(2))
+            both = cover(one, other)
+            seen, scores = walk_attention(self.teacher, take_crops(images, both))
+            target = self.teacher_projection(seen)
+            moved = torch.cat([resample_scores(scores, encoder.grid, both, view) for view in (one, other)])
+            kept = select_attentive(moved, encoder.grid, settings.keep, settings.cell)
+            views = torch.cat([take_crops(images, view) for view in (one, other)])
+        pooled, patches, _ = walk_image(visual, views, lambda context: kept)
+        first, second = F.normalize(project(pooled, visual.proj), dim=-1).split(count)
+        text, words = encoder.encode_words(tokens)
+        return TwoViews(
+            image=first,
+            patches=project(patches[:count], visual.proj),
+            text=text,
+            words=words,
+            logit_scale=encoder.clip.logit_scale.exp().reshape(()),
+            kept=kept[:count],
+            second=second,
+            contrasted=torch.stack(self.contrast(pooled).split(count), dim=1),
+            predicted=torch.stack(self.prediction(self.projection(pooled)).split(count), dim=1),
+            target=target,
+        )
+
+    def loss(self, features: Features, batch: Batch) -> Terms:
+        """CLIP's loss of both views, SimCLR's between them and BYOL's against the teacher."""
+        if not isinstance(features, TwoViews):
+            raise TypeError("a_clip's loss needs the features of its own encode")
+        one, other = (clip_loss(x, features.text, features.logit_scale) for x in (features.image, features.second))
+        clip = (one + other) / 2
+        contrast = simclr_loss(features.contrasted[:, 0], features.contrasted[:, 1], self.settings.temperature)
+        distance = byol_loss(features.predicted, features.target)
+        total = clip + self.settings.simclr_weight * contrast + self.settings.byol_weight * distance
+        return Terms(total, {"clip": clip.detach(), "simclr": contrast.detach(), "byol": distance.detach()})
+
+    @property
+    def momentum(self) -> float:
+        """How much of the teacher stays at this step: from the setting to 1 along a cosine."""
+        return 1 - (1 - self.settings.momentum) * (1 + math.cos(math.pi * self._step / self._steps)) / 2
+
+    @torch.no_grad()
+    def after_step(self, encoder: DualEncoder) -> None:
+        """Move the teacher towards the tower."""
+        teacher = [*self.teacher.parameters(), *self.teacher_projection.parameters()]
+        student = [*encoder.clip.visual.parameters(), *self.projection.parameters()]
+        torch._foreach_lerp_(teacher, student, 1 - self.momentum)
+
+
+def _head(width: int, hidden: int, output: int, layers: int = 2) -> nn.Sequential:
+    """A perceptron with batch norm between its layers: SimCLR's has three, BYOL's have two without biases."""
+    plain = layers == 2
+    modules: list[nn.Module] = []
+    for _ in range(layers - 1):
+        modules += [nn.Linear(width, hidden, bias=not plain), nn.BatchNorm1d(hidden), nn.ReLU()]
+        width = hidden
+    return nn.Sequential(*modules, nn.Linear(width, output, bias=not plain))

@@ -1,0 +1,85 @@
+"""CLIP-PGS: cluster masking with balanced similarities that spares edges ("patch generation-to-selection").
+
+Pei et al., "Seeing What Matters: Empowering CLIP with Patch Generation-to-Selection", CVPR 2025.
+
+    S = Sinkhorn(e · S_embedding + (1 − e) · S_pixels),   e = share of the run that is done
+    L = L_CLIP(x(patches p that are edges or have max_a S_ap ≤ θ), y),   a over random anchors that are no edges
+
+Edges are patches whose Sobel gradient, on the grid of patch means, is more than half the image's largest. Defaults: 5 %
+of the patches are anchors; θ is the threshold at which half of all patches of a batch are masked; at least `least` of
+every image is masked: 0.3, or 0.5 in the paper's second variant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.objectives.clip import Clip
+from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
+from powerclip.objectives.selection.edges import edge_strength
+from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
+from powerclip.objectives.selection.transport import balance
+from powerclip.objectives.settings import check_least, check_positive, check_share
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder, Features
+
+
+@dataclass(frozen=True)
+class ClipPgsSettings:
+    """How CLIP-PGS masks."""
+
+    anchors: float = 0.05  # share of the patches that are drawn as anchors
+    ratio: float = 0.5  # share of a batch's patches that is masked, by choice of the threshold
+    least: float = 0.3  # smallest share of an image that is masked: 0.3 or 0.5 in the paper
+    threshold: float | None = None  # a fixed one for the balanced similarity, in place of `ratio`
+    edge: float = 0.5  # gradient, as a share of the image's largest, above which a patch is an edge; 1: none is
+    epsilon: float = 0.1  # entropy of the transport plan: the larger, the more alike all patches become
+    iterations: int = 50  # of Sinkhorn; 0 leaves the similarity as it is
+
+    def __post_init__(self) -> None:
+        check_share("anchors", self.anchors, above=0)
+        check_share("ratio", self.ratio)
+        check_share("least", self.least)
+        check_share("edge", self.edge)
+        check_positive("epsilon", self.epsilon)
+        check_least("iterations", self.iterations, 0)
+
+
+class ClipPgs(Clip):
+    """CLIP's loss of images without some of their clusters, edges spared."""
+
+    def __init__(self, settings: ClipPgsSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or ClipPgsSettings()
+
+    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+        """Drop clusters of patches."""
+        grid = encoder.grid
+        return encoder(images, tokens, selector=lambda context: self.select(context, grid))
+
+    @torch.no_grad()
+    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
+        """The edges, and the patches that are far from every anchor."""
+        settings = self.settings
+        pixels, embeddings = pixel_similarity(context.images, grid), embedding_similarity(context.patches)
+        similarity = torch.lerp(pixels, embeddings, self.elapsed)
+        if settings.iterations:
+            similarity = balance(similarity, settings.epsilon, settings.iterations)
+        edges = edge_strength(context.images, grid) > settings.edge
+        count = similarity.shape[1]
+        draw, noise = torch.rand(2, len(similarity), count, device=similarity.device)
+        return select_clusters(
+            similarity,
+            draw_anchors(draw, anchor_count(count, settings.anchors), edges),
+            noise,
+            kept_count(count, settings.least),
+            ratio=settings.ratio,
+            threshold=settings.threshold,
+            protected=edges,
+        )

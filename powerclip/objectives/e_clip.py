@@ -1,0 +1,74 @@
+"""E-CLIP: CLIP on images from which whole clusters of similar patches are gone.
+
+Wei et al., "Efficient Vision-Language Pre-training by Cluster Masking", CVPR 2024.
+
+    L = L_CLIP(x(patches p with max_a S_ap ≤ θ), y),   S = cosine of pixel-normalised patches, a over random anchors
+
+Defaults: 3 % of the patches are anchors; θ is the threshold at which half of all patches of a batch are masked; at
+least 30 % of every image is masked (137 of 196 patches are left at most). With `embedding: true` the similarity becomes
+e · S_embedding + (1 − e) · S, e being the share of the run that is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.objectives.clip import Clip
+from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
+from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
+from powerclip.objectives.settings import check_share
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder, Features
+
+
+@dataclass(frozen=True)
+class EClipSettings:
+    """How E-CLIP masks."""
+
+    anchors: float = 0.03  # share of the patches that are drawn as anchors
+    ratio: float = 0.5  # share of a batch's patches that is masked, by choice of the threshold
+    least: float = 0.3  # smallest share of an image that is masked
+    threshold: float | None = None  # a fixed one, in place of `ratio`
+    embedding: bool = False  # whether similarity moves from pixels to embeddings during the run
+
+    def __post_init__(self) -> None:
+        check_share("anchors", self.anchors, above=0)
+        check_share("ratio", self.ratio)
+        check_share("least", self.least)
+
+
+class EClip(Clip):
+    """CLIP's loss of images without some of their clusters."""
+
+    def __init__(self, settings: EClipSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or EClipSettings()
+
+    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+        """Drop clusters of patches."""
+        grid = encoder.grid
+        return encoder(images, tokens, selector=lambda context: self.select(context, grid))
+
+    @torch.no_grad()
+    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
+        """The patches that are far from every anchor."""
+        settings = self.settings
+        similarity = pixel_similarity(context.images, grid)
+        if settings.embedding:
+            similarity = torch.lerp(similarity, embedding_similarity(context.patches), self.elapsed)
+        count = similarity.shape[1]
+        draw, noise = torch.rand(2, len(similarity), count, device=similarity.device)
+        return select_clusters(
+            similarity,
+            draw_anchors(draw, anchor_count(count, settings.anchors)),
+            noise,
+            kept_count(count, settings.least),
+            ratio=settings.ratio,
+            threshold=settings.threshold,
+        )

@@ -1,0 +1,79 @@
+"""FILIP: contrast by late interaction, every patch with its best token and every token with its best patch.
+
+Yao et al., "FILIP: Fine-grained Interactive Language-Image Pre-Training", ICLR 2022.
+
+    s→_ij = mean_n max_l ⟨v_in, t_jl⟩,   s←_ij = mean_l max_n ⟨v_in, t_jl⟩
+    L_local = ½ mean_i [ −log softmax_j(c · s→_ij)_i − log softmax_j(c · s←_ji)_i ],   L = w · L_CLIP + L_local
+
+v and t: projected, normalised patches and tokens; l runs over the tokens that are no padding, start and end of text
+among them unless `ends: false`; c is learned, from 1/0.07. FILIP itself has no L_CLIP (w = 0) and compares images and
+captions by s; everything here is evaluated by the global embeddings, which L_local hardly trains, hence w = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.clip import clip_loss
+from powerclip.objectives.late_interaction import late_interaction
+from powerclip.objectives.scale import clamp_scale, learned_scale
+from powerclip.objectives.settings import check_least, check_positive
+from powerclip.objectives.words import real_tokens
+
+if TYPE_CHECKING:
+    from powerclip.data.batch import Batch
+    from powerclip.encoders import Features
+
+
+@dataclass(frozen=True)
+class FilipSettings:
+    """What FILIP compares."""
+
+    global_weight: float = 1.0  # w; 0 is FILIP as printed
+    scale: float = 14.3  # c at the start
+    ends: bool = True  # whether the tokens for start and end of text take part
+
+    def __post_init__(self) -> None:
+        check_least("global_weight", self.global_weight, 0)
+        check_positive("scale", self.scale)
+
+
+def filip_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor) -> Tensor:
+    """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal."""
+    # Normalised in float32, multiplied in the towers' precision: at bf16 the products are ten times cheaper, and each
+    # similarity is a mean over many.
+    unit_words = F.normalize(torch.where(real.unsqueeze(-1), words.float(), 0.0), dim=-1).to(words.dtype)
+    unit_patches = F.normalize(patches.float(), dim=-1).to(words.dtype)
+    image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real)
+    labels = torch.arange(len(real), device=real.device)
+    return (F.cross_entropy(scale * image_to_text, labels) + F.cross_entropy(scale * text_to_image.T, labels)) / 2
+
+
+class Filip(Objective):
+    """The loss of late interaction, beside CLIP's."""
+
+    def __init__(self, settings: FilipSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or FilipSettings()
+        self.log_scale = learned_scale(self.settings.scale)
+
+    def loss(self, features: Features, batch: Batch) -> Terms:
+        """The weighted sum of both losses."""
+        clip = clip_loss(features.image, features.text, features.logit_scale)
+        real = real_tokens(batch.tokens, self.settings.ends)
+        with torch.autocast(features.patches.device.type, enabled=False):
+            local = filip_loss(features.words, features.patches, real, self.log_scale.exp())
+        total = self.settings.global_weight * clip + local
+        return Terms(
+            total, {"clip": clip.detach(), "local": local.detach(), "local_scale": self.log_scale.detach().exp()}
+        )
+
+    def clamp(self) -> None:
+        """Keep the local scale at 100 or below, as CLIP keeps its own."""
+        clamp_scale(self.log_scale)

@@ -1,0 +1,61 @@
+"""FLIP: CLIP on a random half of each image's patches, then a short while on whole images.
+
+Li et al., "Scaling Language-Image Pre-training via Masking", CVPR 2023.
+
+    L = L_CLIP(x(random n of N patches), y),   n = keep · N,   n = N in the last steps
+
+Each image draws its own patches; positions are added before the draw; captions are whole. Defaults: half of the patches
+stay; the last hundredth of the run sees whole images at a hundredth of the learning rate, as 0.32 epochs after 32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from powerclip.encoders.selector import RandomPatches
+from powerclip.objectives.base import Phase
+from powerclip.objectives.clip import Clip
+from powerclip.objectives.settings import check_least, check_share
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder, Features
+
+
+@dataclass(frozen=True)
+class FlipSettings:
+    """How much of an image FLIP sees, and when."""
+
+    keep: float = 0.5  # share of the patches that stay
+    tuning: float = 0.01  # share of the steps, at the end, that see whole images
+    tuning_rate: float = 0.01  # learning rate of those steps, as a share of the recipe's
+
+    def __post_init__(self) -> None:
+        check_share("keep", self.keep, above=0)
+        check_share("tuning", self.tuning)
+        check_least("tuning_rate", self.tuning_rate, 0)
+
+
+class Flip(Clip):
+    """CLIP's loss of masked images."""
+
+    def __init__(self, settings: FlipSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or FlipSettings()
+        self.masking = True
+
+    def phase(self, step: int, steps: int) -> Phase:
+        """Masked steps first, unmasked tuning at the end."""
+        start = steps - round(self.settings.tuning * steps)
+        return Phase(0, start) if step < start else Phase(start, steps, self.settings.tuning_rate)
+
+    def progress(self, step: int, steps: int) -> None:
+        """Stop masking once tuning begins; compiled towers are compiled a second time for it."""
+        super().progress(step, steps)
+        self.masking = step < steps - round(self.settings.tuning * steps)
+
+    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+        """Drop patches, unless this is the tuning phase."""
+        return encoder(images, tokens, selector=RandomPatches(self.settings.keep) if self.masking else None)

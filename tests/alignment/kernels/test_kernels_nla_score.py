@@ -1,0 +1,37 @@
+"""The fused NLA kernel against the formulas in float64: on a GPU where there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_examples import CONFIGS, INSTANCES, assert_scores, instance, reference
+
+from powerclip.alignment.kernels.nla_score import nla_score
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", INSTANCES)
+def test_scores_equal_the_reference(name, config):
+    one = INSTANCES[name]()
+    scores = nla_score(one.regions, one.nodes, one.segments, CONFIGS[config])
+    assert scores.dtype == torch.float32
+    assert_scores(scores, reference(one, CONFIGS[config]))
+
+
+def test_bf16_inputs_lose_nothing_but_their_own_rounding():
+    one = instance([3, 1, 6], 9, 5, width=64)
+    one.regions, one.nodes = one.regions.bfloat16(), one.nodes.bfloat16()
+    scores = nla_score(one.regions, one.nodes, one.segments, CONFIGS["default"])
+    assert_scores(scores, reference(one, CONFIGS["default"]))
+
+
+def test_blocks_of_images_give_the_same_scores(monkeypatch):
+    one = instance([3, 1, 6], 21, 5)
+    whole = nla_score(one.regions, one.nodes, one.segments, CONFIGS["default"])
+    for name, value in (("TILE_IMAGES", 16), ("BLOCK_ELEMENTS", 1)):
+        monkeypatch.setattr(f"powerclip.alignment.kernels.nla_score.{name}", value)
+    assert_scores(nla_score(one.regions, one.nodes, one.segments, CONFIGS["default"]), whole.double(), 1e-6)
+
+
+def test_two_runs_give_the_same_bits():
+    one = INSTANCES["ragged, odd"]()
+    first, second = (nla_score(one.regions, one.nodes, one.segments, CONFIGS["default"]) for _ in range(2))
+    assert torch.equal(first, second)

@@ -1,0 +1,105 @@
+"""Which implementation scores: chosen by device, forced by a setting, and the same results from each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from alignment_examples import random_parts
+
+from powerclip.alignment import AlignmentConfig, alignment_loss
+from powerclip.alignment.backends import choose, triton_obstacle
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_the_device_decides_unless_the_setting_does():
+    assert choose(AlignmentConfig(), CPU) == "reference"
+    assert choose(AlignmentConfig(), GPU) == "torch"
+    assert choose(AlignmentConfig(backend="torch"), CPU) == "torch"
+    assert choose(AlignmentConfig(backend="reference"), GPU) == "reference"
+
+
+def test_a_backend_that_is_not_there_says_what_is_missing(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"backend: triton needs an NVIDIA GPU.*use auto, torch or reference"):
+        choose(AlignmentConfig(backend="triton"), CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        choose(AlignmentConfig(backend="triton"), GPU)
+
+
+def test_a_misspelt_backend_is_named():
+    with pytest.raises(ValueError, match=r"alignment.backend: 'tritn' is not one of auto, reference, torch, triton"):
+        AlignmentConfig(backend="tritn")
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, None),
+        ({"aggregation": "exact"}, None),
+        ({"largest_set": 0}, None),
+        ({"largest_set": 2}, "largest_set 0 and 1, not 2"),
+        ({"region_sets": False}, "region_sets is false"),
+        ({"t1": "gelu", "empty_set": True, "largest_set": 0}, "t1 softplus, not gelu"),
+        ({"t2": "sigmoid", "empty_set": True}, "t2 tanh, not sigmoid"),
+        ({"t1": "gelu", "empty_set": True, "largest_set": 0, "t2r": False}, None),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_named(settings, complaint):
+    pytest.importorskip("triton")
+    found = triton_obstacle(AlignmentConfig(**settings), GPU)
+    assert (complaint in found) if complaint else found is None
+
+
+@pytest.mark.parametrize("negatives", ["hardest", "k", "all"])
+@pytest.mark.parametrize("preset", ["default", "paper"])
+@pytest.mark.parametrize("aggregation", ["nla", "exact"])
+def test_torch_and_reference_give_the_same_loss_and_gradients(negatives, preset, aggregation):
+    results = []
+    for backend in ("reference", "torch"):
+        parts = random_parts(9, 5, 16, seed=0)
+        config = AlignmentConfig.named(preset, aggregation=aggregation, negatives=negatives, k=3, backend=backend)
+        loss = alignment_loss(parts, config).loss
+        results.append([loss.detach(), *torch.autograd.grad(loss, [parts.regions, parts.nodes])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_streaming_over_blocks_of_images_and_captions_changes_nothing(monkeypatch):
+    config = AlignmentConfig(negatives="k", k=3)
+    whole = alignment_loss(random_parts(11, 4, 8, seed=3), config).loss
+    monkeypatch.setattr("powerclip.alignment.kernels.hardest.hardest_pairs.__defaults__", (4, 3))
+    torch.testing.assert_close(alignment_loss(random_parts(11, 4, 8, seed=3), config).loss, whole)
+
+
+# Triton decides at its import whether it interprets: a process of its own.
+BY_TRITON = """
+import torch
+from alignment_examples import random_parts
+from powerclip.alignment import AlignmentConfig, alignment_loss
+for settings in ({}, {"negatives": "k", "k": 3}, {"aggregation": "exact"}, {"largest_set": 0, "negatives": "hardest"}):
+    results = []
+    for backend in ("reference", "triton"):
+        parts = random_parts(5, 3, 16, seed=1, dtype=torch.float32)
+        loss = alignment_loss(parts, AlignmentConfig(**settings, tau=0.05, backend=backend)).loss
+        results.append([loss.detach(), *torch.autograd.grad(loss, [parts.regions, parts.nodes])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+"""
+
+
+def test_triton_and_reference_give_the_same_loss_and_gradients():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", BY_TRITON], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_is_imported_only_where_it_runs():
+    script = "import sys, powerclip.alignment.score; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
