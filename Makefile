@@ -17,7 +17,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-quickstart: $(READY) ## train CLIP and PowerCLIP side by side on embedded scenes (about 6 minutes on 2 cores)
+quickstart: $(READY) ## train CLIP and PowerCLIP side by side on embedded scenes (about 5 minutes on 2 cores)
 	$(BIN)/powerclip quickstart
 
 lint: $(READY) ## ruff and mypy

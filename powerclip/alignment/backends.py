@@ -3,7 +3,7 @@
 | backend   | is                                                                    | runs on    |
 |-----------|-----------------------------------------------------------------------|------------|
 | reference | the formulas as they are written, differentiated by autograd          | everything |
-| torch     | the closed form in blocks, its gradient recomputed; compiled on a GPU  | everything |
+| torch     | compiled on a GPU; on a CPU in blocks, with its gradient recomputed    | everything |
 | triton    | fused kernels that score; the gradient as `torch`'s, or by `reference` | NVIDIA GPU |
 """
 

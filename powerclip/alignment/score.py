@@ -61,8 +61,9 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
     backend = choose(config, regions.device)
     if backend == "triton":
         return _score_by_kernels(regions, nodes, segments, config)
-    if backend == "torch" and nla_recompute.supports(config):
+    if backend == "torch" and not regions.is_cuda and nla_recompute.supports(config):
         return nla_recompute.nla_recompute(regions, nodes, segments, config)
+    # On a GPU the compiled formulas: the recomputed gradient has been measured on CPUs only.
     score = _fused() if backend == "torch" and regions.is_cuda else _score_block
     blocks = regions.split(_block_size(regions, nodes, config))
     return torch.cat([score(block, nodes, segments, config) for block in blocks])

@@ -133,10 +133,11 @@ def _explanation(report: Report) -> str:
 belong together close to each other. Nothing tells it <em>which part</em> of the picture a word speaks of.</p>
 <p><b class="ours">PowerCLIP-R</b> learns the same and looks inside as well. From the picture it takes {report.regions}
 regions (the R: boxes drawn at random), from the caption every phrase of its parse tree: “a red star”, “left of a blue
-ring”, the whole sentence. A phrase may speak of several regions at once, so each phrase is held against every
-<em>set</em> of regions, the powerset: {report.regions} regions make {sets:,} sets. They are not enumerated: a
-nonlinear aggregation of just {report.regions} similarities stands in for the best of all sets. A picture matches a
-caption when the phrases find their regions and the regions find their phrases.</p>
+ring”, the whole sentence. A phrase may speak of several regions at once, so every <em>set</em> of regions, the
+powerset, is asked for its best phrase: {report.regions} regions make {sets:,} sets. They are not enumerated: a
+nonlinear aggregation of just {report.regions} similarities for each phrase stands in for all of them. And each phrase is
+asked for its best region. A picture matches its caption when the regions find their phrases and the phrases find their
+regions.</p>
 <p>Used afterwards, the two are alike: two towers, one vector for a picture and one for a text, no boxes and no
 trees.</p>"""
 
@@ -203,7 +204,8 @@ colour–shape pairs, none of which occurred in training, though each colour and
 <dt>Composition</dt><dd>Prefer the caption to one that is false in a single respect, made in the seven ways of
 SugarCrepe ({counts["composition"]:,} comparisons). A draw counts as wrong.</dd>
 <dt>Pointing game</dt><dd>The patch that is most similar to a phrase lies inside the object which the phrase names
-({counts["pointing"]:,} phrases). The phrase is embedded from the words of its caption, or as a text on its own.</dd>
+({counts["pointing"]:,} phrases), or inside any object of the picture: objects stand out, and untrained towers find
+one. The phrase is embedded from the words of its caption, or as a text on its own.</dd>
 </dl>"""
 
 

@@ -22,17 +22,16 @@ def cells_in_boxes(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def pointing_hits(heatmaps: Tensor, boxes: Tensor) -> Tensor:
-    """Whether the maximum of each heatmap [T, rows, columns] lies in its box [T, 4]: [T] bool.
+    """Whether the maximum of each heatmap [T, rows, columns] lies in its box [T, 4]: [T] bool."""
+    return hits_cells(heatmaps, cells_in_boxes(boxes, (heatmaps.shape[1], heatmaps.shape[2])))
 
-    When several patches share the maximum, all must lie in the box; so a constant heatmap points nowhere.
-    A heatmap with NaN is a miss.
+
+def hits_cells(heatmaps: Tensor, inside: Tensor) -> Tensor:
+    """Whether the maximum of each heatmap [T, rows, columns] is one of its patches `inside`: [T] bool.
+
+    When several patches share the maximum, all must be; so a constant heatmap points nowhere. A heatmap with NaN is a
+    miss.
     """
-    inside = cells_in_boxes(boxes, (heatmaps.shape[1], heatmaps.shape[2]))
     highest = heatmaps.flatten(1).amax(1)
     top = heatmaps == highest[:, None, None]
     return ~(top & ~inside).flatten(1).any(1) & highest.isfinite()
-
-
-def chance(boxes: Tensor, grid: tuple[int, int]) -> float:
-    """Accuracy of pointing at a patch drawn at random: the mean share of patches that lie in the box."""
-    return cells_in_boxes(boxes, grid).double().mean().item()

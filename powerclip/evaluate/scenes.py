@@ -30,7 +30,9 @@ class SceneResults:
     zero_shot: dict[int, float]  # top k → accuracy
     composition: dict[str, float]  # kind of hard negative → accuracy
     pointing: dict[str, float]  # kind of query, "words" or "text" → accuracy
+    pointing_any: dict[str, float]  # the same, but any object of the picture will do
     chance: float  # of the pointing game
+    chance_any: float
     counts: dict[str, int]  # how many scenes, pictures, classes, comparisons and phrases were looked at
 
     @property
@@ -70,19 +72,21 @@ def _evaluate(
     half = scenes[: (count + 1) // 2]
     by_kind, comparisons = _composition(encoder, tokenizer, half, images, captions)
     accuracy, pictures, classes = _zero_shot(encoder, tokenizer, count // 2, seed, device)
-    hits, phrases, chance = _pointing(encoder, tokenizer, half, patches)
+    game = _pointing(encoder, tokenizer, half, patches)
     return SceneResults(
         retrieval=retrieval.recall(images, captions),
         zero_shot=accuracy,
         composition=by_kind,
-        pointing=hits,
-        chance=chance,
+        pointing=game.own,
+        pointing_any=game.any,
+        chance=game.chance,
+        chance_any=game.chance_any,
         counts={
             "retrieval": len(scenes),
             "zero_shot": pictures,
             "classes": classes,
             "composition": comparisons,
-            "pointing": phrases,
+            "pointing": game.phrases,
         },
     )
 
@@ -128,10 +132,19 @@ def _composition(
     return composition.accuracy_by_kind(preferred, [kind for _, kind, _ in pairs]), len(pairs)
 
 
+@dataclass(frozen=True)
+class _Game:
+    own: dict[str, float]  # kind of query → how often the maximum lies on the object that the phrase names
+    any: dict[str, float]  # kind of query → how often it lies on some object
+    chance: float
+    chance_any: float
+    phrases: int
+
+
 def _pointing(
     encoder: DualEncoder, tokenizer: CaptionTokenizer, scenes: Sequence[data.Scene], patches: Tensor
-) -> tuple[dict[str, float], int, float]:
-    """Accuracy by kind of query; `patches` begin with those of `scenes`."""
+) -> _Game:
+    """The pointing game; `patches` begin with those of `scenes`."""
     phrases = [(k, span, box) for k, scene in enumerate(scenes) for span, box in scene.phrase_boxes]
     boxes = torch.tensor([box for _, _, box in phrases], device=patches.device)
     queries = {
@@ -152,8 +165,12 @@ def _pointing(
         "text": embed_texts(encoder, tokenizer, [scenes[k].caption[span.start : span.end] for k, span, _ in phrases]),
     }
     which = torch.tensor([k for k, _, _ in phrases], device=patches.device)
-    accuracy = {}
+    inside = pointing.cells_in_boxes(boxes, encoder.grid)
+    objects = [torch.tensor([thing.box for thing in scene.objects], device=patches.device) for scene in scenes]
+    occupied = torch.stack([pointing.cells_in_boxes(own, encoder.grid).any(0) for own in objects])[which]
+    own, some = {}, {}
     for name, query in queries.items():
         heatmaps = patch_similarity(patches[which], query).unflatten(1, encoder.grid)
-        accuracy[name] = pointing.pointing_hits(heatmaps, boxes).double().mean().item()
-    return accuracy, len(phrases), pointing.chance(boxes, encoder.grid)
+        own[name] = pointing.hits_cells(heatmaps, inside).double().mean().item()
+        some[name] = pointing.hits_cells(heatmaps, occupied).double().mean().item()
+    return _Game(own, some, inside.double().mean().item(), occupied.double().mean().item(), len(phrases))

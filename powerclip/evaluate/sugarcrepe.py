@@ -85,7 +85,7 @@ def read_sugarcrepe(folder: Path, images: Path | None = None) -> SugarCrepe:
     if not files:
         raise UserError(f"{folder} holds none of SugarCrepe's files ({KINDS[0]}.json, …)")
     images = images or folder / "images"
-    items = [item for kind, path in files for item in _read(path, kind, images)]
+    items = [item for kind, path in files for item in read_items(path, kind, images)]
     there = {picture for picture in {item.picture for item in items} if picture.is_file()}
     kept = tuple(item for item in items if item.picture in there)
     if not kept:
@@ -106,14 +106,22 @@ def evaluate_sugarcrepe(encoder: DualEncoder, tokenizer: CaptionTokenizer, bench
     return CompositionResults(accuracy, {kind: counts[kind] for kind in accuracy}, benchmark.missing)
 
 
-def _read(path: Path, kind: str, images: Path) -> list[Item]:
+def read_items(path: Path, kind: str, images: Path) -> list[Item]:
+    """The comparisons of one file; an item that says its own `kind` has that one.
+
+    Raises:
+        UserError: the file is not in SugarCrepe's format.
+    """
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
         rows = list(entries.values()) if isinstance(entries, Mapping) else entries
-        return [Item(kind, images / row["filename"], row["caption"], row["negative_caption"]) for row in rows]
+        return [
+            Item(row.get("kind", kind), images / row["filename"], row["caption"], row["negative_caption"])
+            for row in rows
+        ]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a JSON file ({error})") from None
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: expected items with filename, caption and negative_caption") from None
 
 

@@ -32,15 +32,17 @@ def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str]
 def accuracy(images: Tensor, classes: Tensor, labels: Tensor, cutoffs: Sequence[int] = (1, 5)) -> dict[int, float]:
     """Share of images whose class is among the k nearest, for each k.
 
-    Ties and NaN count against the model.
-
     Args:
         images: normalised embeddings [images, D].
         classes: normalised embeddings [classes, D].
         labels: the right class of each image [images].
         cutoffs: the values of k.
     """
-    scores = images @ classes.T
+    return top_accuracy(images @ classes.T, labels, cutoffs)
+
+
+def top_accuracy(scores: Tensor, labels: Tensor, cutoffs: Sequence[int] = (1, 5)) -> dict[int, float]:
+    """Share of rows of scores [images, classes] whose label is among the k highest. Ties and NaN are misses."""
     own = labels[:, None]
     ahead = ~(scores < scores.gather(1, own))
     ranks = ahead.sum(1) - ahead.gather(1, own)[:, 0].long()

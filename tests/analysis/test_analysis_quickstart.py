@@ -52,7 +52,7 @@ def finished(recipes, tmp_path_factory):
 
 def test_it_trains_both_models_and_writes_table_report_and_heatmaps(finished):
     output, lines, printed = finished
-    for text in ("CLIP", "PowerCLIP-R", "swap two attributes", "phrase read in its caption", "report.html"):
+    for text in ("CLIP", "PowerCLIP-R", "swap two attributes", "in caption: its own", "report.html"):
         assert text in printed
     results = json.loads((output / "results.json").read_text())
     assert set(results["models"]) == {"CLIP", "PowerCLIP-R"}

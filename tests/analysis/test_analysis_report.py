@@ -20,7 +20,9 @@ def outcome(score, seconds=10.0):
             zero_shot={1: score, 5: score},
             composition=dict.fromkeys(KINDS, score),
             pointing={"words": score, "text": score},
+            pointing_any={"words": score, "text": score},
             chance=0.07,
+            chance_any=0.2,
             counts={"retrieval": 200, "zero_shot": 100, "classes": 10, "composition": 700, "pointing": 400},
         ),
         seconds,
@@ -49,7 +51,8 @@ def test_every_measure_of_the_evaluation_is_a_line_with_its_chance_level():
     assert len(lines) == 6 + 2 + 8 + 2 + 1
     assert lines["Retrieval", "image → text, R@5"].chance == pytest.approx(2.5)
     assert lines["Zero-shot", "unseen pairs, top 1"].chance == pytest.approx(10)
-    assert lines["Pointing game", "phrase read in its caption"].chance == pytest.approx(7)
+    assert lines["Pointing game", "in caption: its own"].chance == pytest.approx(7)
+    assert lines["Pointing game", "in caption: any"].chance == pytest.approx(20)
     assert all(line.difference == pytest.approx(10) for line in lines.values() if line.unit == "%")
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from powerclip.evaluate.pointing import cells_in_boxes, chance, pointing_hits
+from powerclip.evaluate.pointing import cells_in_boxes, pointing_hits
 
 
 def heatmap(row, column, rows=4, columns=4):
@@ -30,12 +30,12 @@ def test_a_heatmap_that_cannot_decide_points_nowhere():
     assert pointing_hits(twins, box).tolist() == [True]
 
 
-def test_chance_is_what_random_pointing_scores():
+def test_the_share_of_cells_inside_is_what_random_pointing_scores():
     torch.manual_seed(0)
     corner = torch.rand(300, 2) * 0.6
     boxes = torch.cat([corner, corner + 0.1 + 0.3 * torch.rand(300, 2)], dim=1)
     every = [pointing_hits(heatmap(r, c, 5, 7).expand(300, -1, -1), boxes) for r in range(5) for c in range(7)]
-    assert abs(torch.stack(every).double().mean().item() - chance(boxes, (5, 7))) < 1e-9
+    assert abs(torch.stack(every).double().mean().item() - cells_in_boxes(boxes, (5, 7)).double().mean().item()) < 1e-9
 
 
 def test_cells_follow_a_grid_that_is_not_square():

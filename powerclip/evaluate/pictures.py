@@ -1,0 +1,130 @@
+"""Where the pictures of a benchmark come from: files, tars, or a dataset object; one at a time and as bytes.
+
+Bytes, because embeddings are cached by content: a picture that was embedded before is read, but not decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class Pictures(Protocol):
+    """Pictures that can be read one by one, from several threads."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What messages call each picture."""
+        ...
+
+    def read(self, place: int) -> bytes:
+        """The content of one picture."""
+        ...
+
+    def decode(self, content: bytes) -> Image.Image:
+        """The picture that `read` gave the content of."""
+        ...
+
+
+def decode_file(content: bytes) -> Image.Image:
+    """The picture in an image file's content, in RGB."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as picture:
+        return picture.convert("RGB")
+
+
+@dataclass(frozen=True)
+class FilePictures:
+    """Image files."""
+
+    paths: Sequence[Path]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their paths."""
+        return [str(path) for path in self.paths]
+
+    def read(self, place: int) -> bytes:
+        """The content of a file."""
+        return self.paths[place].read_bytes()
+
+    def decode(self, content: bytes) -> Image.Image:
+        """The picture in it."""
+        return decode_file(content)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a tar: where its content lies."""
+
+    tar: Path
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class TarPictures:
+    """Image files inside tars, read where they lie."""
+
+    members: Sequence[Member]
+    _open: threading.local = field(default_factory=threading.local)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """`shard.tar: member`."""
+        return [f"{member.tar}: {member.name}" for member in self.members]
+
+    def read(self, place: int) -> bytes:
+        """The content of a member."""
+        member = self.members[place]
+        # Each thread keeps the tar that it read last open: members come in order.
+        opened: tuple[Path, BinaryIO] | None = getattr(self._open, "file", None)
+        if opened is None or opened[0] != member.tar:
+            if opened is not None:
+                opened[1].close()
+            opened = (member.tar, member.tar.open("rb"))
+            self._open.file = opened
+        opened[1].seek(member.offset)
+        return opened[1].read(member.size)
+
+    def decode(self, content: bytes) -> Image.Image:
+        """The picture in it."""
+        return decode_file(content)
+
+
+@dataclass(frozen=True)
+class DatasetPictures:
+    """Pictures of a dataset object (torchvision's, clip-benchmark's) whose items begin with a PIL image."""
+
+    name: str
+    dataset: Any
+
+    @property
+    def names(self) -> Sequence[str]:
+        """`name, item 17`, or the file where the dataset knows it."""
+        listed = getattr(self.dataset, "samples", None) or getattr(self.dataset, "_image_files", None)
+        if listed is not None and len(listed) == len(self.dataset):
+            return [str(entry[0] if isinstance(entry, tuple) else entry) for entry in listed]
+        return [f"{self.name}, item {place}" for place in range(len(self.dataset))]
+
+    def read(self, place: int) -> bytes:
+        """The pixels, with their size in front."""
+        picture = self.dataset[place][0].convert("RGB")
+        return f"{picture.width} {picture.height}\n".encode() + picture.tobytes()
+
+    def decode(self, content: bytes) -> Image.Image:
+        """The picture with these pixels."""
+        from PIL import Image
+
+        head, _, pixels = content.partition(b"\n")
+        width, height = map(int, head.split())
+        return Image.frombytes("RGB", (width, height), pixels)

@@ -1,0 +1,234 @@
+"""The paper's tables from result files: its published rows beside measured ones, averages, ranks and wins.
+
+Averages are computed from the columns, for published rows too; docs/paper-notes.md lists where the printed ones differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from powerclip.errors import UserError
+from powerclip.evaluate.composition import GROUPS
+from powerclip.evaluate.suite_run import read_records
+from powerclip.evaluate.suites import BENCHMARKS
+
+_RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
+_LABELS = {benchmark.key: benchmark.label for benchmark in BENCHMARKS}
+_SIDES = ("text", "image")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    key: str
+    label: str
+    over: tuple[str, ...] = ()  # the columns that it is the mean of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method and what it reached, in percent; what was not measured is missing."""
+
+    name: str
+    values: Mapping[str, float]
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as it is shown."""
+
+    text: str
+    mark: str = ""  # "best", "second" or nothing
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the paper."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]  # those measured, then those computed
+    rows: tuple[Row, ...]
+
+    def value(self, row: Row, column: Column) -> float | None:
+        """A value, or the mean of others if all of them are there."""
+        if not column.over:
+            return row.values.get(column.key)
+        parts = [row.values.get(key) for key in column.over]
+        known = [part for part in parts if part is not None]
+        return sum(known) / len(known) if len(known) == len(parts) else None
+
+    def cells(self) -> list[tuple[Row, list[Cell]]]:
+        """The table's body: one decimal, ranked by what is shown."""
+        grid = [[self.value(row, column) for column in self.columns] for row in self.rows]
+        marks = [rank([line[place] for line in grid]) for place in range(len(self.columns))]
+        return [
+            (
+                row,
+                [Cell(show(value), marks[place][number]) for place, value in enumerate(grid[number])],
+            )
+            for number, row in enumerate(self.rows)
+        ]
+
+    def wins(self) -> dict[str, int]:
+        """Method → measured columns, averages not among them, in which none is better. A tie counts for both."""
+        body = self.cells()
+        measured = [place for place, column in enumerate(self.columns) if not column.over]
+        return {row.name: sum(cells[place].mark == "best" for place in measured) for row, cells in body}
+
+
+def show(value: float | None) -> str:
+    """One decimal, halves upwards as the paper's tables have them; a dash for nothing."""
+    return "–" if value is None else f"{int(10 * value + 0.5 + 1e-9) / 10:.1f}"
+
+
+def rank(values: Sequence[float | None]) -> list[str]:
+    """The mark of each value, by what is shown of it; equal ones share it. A single row is no contest."""
+    known = [float(show(value)) for value in values if value is not None]
+    places = sorted(set(known), reverse=True)
+    names = dict(zip(places, ("best", "second"), strict=False)) if len(known) > 1 else {}
+    return ["" if value is None else names.get(float(show(value)), "") for value in values]
+
+
+def published() -> dict[str, Any]:
+    """The paper's rows as they were printed, by table."""
+    text = files("powerclip.evaluate").joinpath("published.json").read_text(encoding="utf-8")
+    tables: dict[str, Any] = json.loads(text)["tables"]
+    return tables
+
+
+def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
+    """Key → title and columns of each table."""
+    plain = {suite: [b.key for b in BENCHMARKS if b.suite == suite] for suite in ("classification", "robustness")}
+    robust = plain["robustness"]
+    recalls = [(f"{name}:{side}@{k}", name, side, k) for side in _SIDES for name in _RETRIEVAL for k in (1, 5, 10)]
+    return {
+        "classification": (
+            "Table 1. Zero-shot classification, top-1 accuracy (VOC07: mean average precision in measured rows)",
+            (*_plain(plain["classification"]), Column("avg", "Avg", tuple(plain["classification"]))),
+        ),
+        "retrieval": (
+            "Table 2. Zero-shot retrieval, recall",
+            (
+                *(Column(key, f"{_LABELS[name]} {side} R@{k}") for key, name, side, k in recalls),
+                *(
+                    Column(f"avg@{k}", f"Avg R@{k}", tuple(key for key, _, _, own in recalls if own == k))
+                    for k in (1, 5, 10)
+                ),
+            ),
+        ),
+        "robustness": (
+            "Table 3. Robustness, top-1 accuracy",
+            (
+                *_plain(robust),
+                Column("in", "IN", tuple(robust[:1])),
+                Column("ood", "OOD", tuple(robust[1:])),
+                Column("all", "All", tuple(robust)),
+            ),
+        ),
+        "sugarcrepe": (
+            "Table 4. Compositionality, SugarCrepe",
+            (Column("obj", "Obj"), Column("att", "Att"), Column("rel", "Rel")),
+        ),
+        "winoground": (
+            "Table 5. Compositionality, Winoground",
+            (Column("text", "Text"), Column("image", "Image"), Column("group", "Group")),
+        ),
+        "probe": (
+            "Table 9. Linear probe, top-1 accuracy",
+            tuple(Column(name, _LABELS[f"{name}:probe"]) for name in ("cifar10", "cifar100", "imagenet1k")),
+        ),
+    }
+
+
+def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = True) -> list[Table]:
+    """The tables that the results have something for; all of them where there are no results."""
+    measured = measured_rows(records)
+    tables = []
+    for key, (title, columns) in layouts().items():
+        rows: list[Row] = []
+        if with_published:
+            printed = published()[key]
+            # The printed averages stand behind the columns, and are not taken.
+            rows = [
+                Row(name, dict(zip(printed["columns"], values, strict=False)), published=True)
+                for name, values in printed["rows"].items()
+            ]
+        ours = [Row(name, tables_of[key]) for name, tables_of in measured.items() if tables_of.get(key)]
+        if ours or not records:
+            tables.append(Table(key, title, columns, (*rows, *ours)))
+    return tables
+
+
+def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Model → table → column → percent."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    kinds: dict[str, dict[str, float]] = {}
+    for record in records:
+        name = " ".join(filter(None, [str(record["model"]), str(record.get("pretrained") or "")]))
+        tables = found.setdefault(name, {})
+        dataset, metrics = _dataset(str(record["dataset"])), record["metrics"]
+        if record["task"] == "linear_probe":
+            tables.setdefault("probe", {})[dataset] = 100 * metrics["lp_acc1"]
+        elif record["task"] == "zeroshot_retrieval":
+            for side in _SIDES:
+                for k in (1, 5, 10):
+                    value = metrics.get(f"{side}_retrieval_recall@{k}")
+                    if value is not None:
+                        tables.setdefault("retrieval", {})[f"{dataset}:{side}@{k}"] = 100 * value
+        elif dataset == "winoground":
+            own = {"text": "text_acc", "image": "image_acc", "group": "acc"}
+            tables["winoground"] = {key: 100 * metrics[metric] for key, metric in own.items()}
+        elif record["task"] == "image_caption_selection":
+            kinds.setdefault(name, {})[dataset.rpartition("/")[2]] = 100 * metrics["acc"]
+        else:
+            key = "robustness" if dataset.startswith("imagenet") else "classification"
+            value = metrics.get("acc1", metrics.get("mean_average_precision"))
+            if value is not None:
+                tables.setdefault(key, {})[dataset] = 100 * value
+    for name, values in kinds.items():
+        # A group is the mean over its kinds: with one of them missing it would be another number.
+        whole = {group: [values.get(kind) for kind in own] for group, own in GROUPS.items()}
+        means = {group: _mean(parts) for group, parts in whole.items()}
+        found[name]["sugarcrepe"] = {group: mean for group, mean in means.items() if mean is not None}
+    return found
+
+
+def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results in files and folders.
+
+    Raises:
+        UserError: nothing is there, or a file holds no results.
+    """
+    records = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"there is no file or folder {path}")
+        listed = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        if not listed:
+            raise UserError(f"{path} holds no result files (*.json)")
+        records += [record for file in listed for record in read_records(file)]
+    return records
+
+
+def _plain(keys: Sequence[str]) -> tuple[Column, ...]:
+    return tuple(Column(key, _LABELS[key]) for key in keys)
+
+
+def _dataset(name: str) -> str:
+    """clip-benchmark's name without what says where it was read from: `wds/vtab/cifar10` → `cifar10`."""
+    for prefix in ("wds/", "wds_", "tfds/", "vtab/", "vtab-"):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _mean(parts: Sequence[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) / len(known) if known and len(known) == len(parts) else None

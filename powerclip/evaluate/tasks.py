@@ -1,0 +1,202 @@
+"""The four kinds of benchmark: what each holds, and its metrics by the names that clip-benchmark gives them.
+
+Axes: n pictures · D width
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from powerclip.errors import UserError
+from powerclip.evaluate import composition, retrieval
+from powerclip.evaluate.embedder import Embedded, Embedder
+from powerclip.evaluate.pictures import Pictures
+from powerclip.evaluate.probe import ProbeSettings, train_probe
+from powerclip.evaluate.zero_shot import top_accuracy
+
+Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a benchmark gave: metrics for it, or for each of its parts (SugarCrepe's kinds)."""
+
+    parts: dict[str, Metrics]  # name of the part, "" for the whole → metrics
+    counts: dict[str, int]
+    corrupt: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Pictures with one class each (labels [n]) or with several (labels [n, classes], 0 or 1)."""
+
+    task: ClassVar[str] = "zeroshot_classification"
+    pictures: Pictures
+    labels: Tensor
+    classes: Sequence[str]
+    templates: Sequence[str]
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
+        _check_labels(self.labels, len(self.classes))
+        directions = class_directions(embedder, self.classes, self.templates)
+        images = embedder.pictures(self.pictures)
+        vectors, labels = images.vectors[images.readable], self.labels[images.readable]
+        if labels.ndim == 2:
+            metrics: Metrics = {"mean_average_precision": mean_average_precision(vectors @ directions.T, labels)}
+        else:
+            metrics = classification_metrics(vectors @ directions.T, labels)
+        return Scored({"": metrics}, {"pictures": len(vectors), "classes": len(self.classes)}, images.corrupt)
+
+
+@dataclass(frozen=True)
+class CaptionRetrieval:
+    """Pictures and captions, all against all."""
+
+    task: ClassVar[str] = "zeroshot_retrieval"
+    pictures: Pictures
+    captions: Sequence[str]
+    image_of_caption: Tensor  # [captions]
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Recall at 1, 5 and 10, both ways."""
+        images = embedder.pictures(self.pictures)
+        captions = embedder.texts(self.captions)
+        kept = images.readable[self.image_of_caption]
+        place = images.readable.cumsum(0) - 1  # among the readable ones
+        vectors, owners = images.vectors[images.readable], place[self.image_of_caption[kept]]
+        found = retrieval.recall(vectors, captions[kept], owners)
+        metrics: Metrics = {f"image_retrieval_recall@{k}": value for k, value in found.image.items()}
+        metrics |= {f"text_retrieval_recall@{k}": value for k, value in found.text.items()}
+        return Scored({"": metrics}, {"pictures": len(vectors), "captions": int(kept.sum())}, images.corrupt)
+
+
+@dataclass(frozen=True)
+class HardNegatives:
+    """Comparisons: does a picture prefer its caption to a false one?"""
+
+    task: ClassVar[str] = "image_caption_selection"
+    pictures: Pictures
+    picture_of_item: Tensor  # [items]
+    captions: Sequence[str]
+    negatives: Sequence[str]
+    kinds: Sequence[str]
+    missing: int = 0  # comparisons whose picture is not there
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Accuracy of each kind. Of one picture, the image accuracy is 1 by definition."""
+        images = embedder.pictures(self.pictures)
+        captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
+        kept = images.readable[self.picture_of_item]
+        vectors = images.vectors[self.picture_of_item[kept]]
+        preferred = composition.prefers_caption(vectors, captions[kept], negatives[kept])
+        kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
+        by_kind = composition.accuracy_by_kind(preferred, kinds)
+        parts: dict[str, Metrics] = {
+            kind: {"image_acc": 1.0, "text_acc": value, "acc": value} for kind, value in by_kind.items()
+        }
+        counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
+        return Scored(parts, counts, images.corrupt)
+
+
+@dataclass(frozen=True)
+class CaptionPairs:
+    """Winoground: two pictures and two captions of the same words; picture i of an item belongs to caption i."""
+
+    task: ClassVar[str] = "image_caption_selection"
+    pictures: Pictures  # [2 · items], those of an item together
+    captions: Sequence[str]  # likewise
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Items whose pictures both find their caption (text), whose captions find their picture (image), and both."""
+        images = embedder.pictures(self.pictures)
+        captions = embedder.texts(self.captions).unflatten(0, (-1, 2))
+        kept = images.readable.view(-1, 2).all(1)
+        scores = images.vectors.unflatten(0, (-1, 2))[kept] @ captions[kept].mT  # [items, picture, caption]
+        metrics: Metrics = dict(pair_accuracy(scores))
+        return Scored({"": metrics}, {"items": int(kept.sum())}, images.corrupt)
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """Two classification sets: a linear classifier is trained on the first and tested on the second."""
+
+    task: ClassVar[str] = "linear_probe"
+    train: Classification
+    test: Classification
+    settings: ProbeSettings = field(default_factory=ProbeSettings)
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Accuracy of the trained classifier."""
+        if self.train.labels.ndim != 1:
+            raise UserError("a linear probe needs pictures with one class each")
+        seen, unseen = embedder.pictures(self.train.pictures), embedder.pictures(self.test.pictures)
+        classes = int(self.train.labels.max()) + 1
+        _check_labels(self.test.labels, classes)
+        layer = train_probe(*_readable(seen, self.train.labels), classes, self.settings)
+        vectors, labels = _readable(unseen, self.test.labels)
+        with torch.no_grad():
+            found = classification_metrics(layer(vectors), labels)
+        counts = {"pictures": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
+        metrics = {f"lp_{name}": value for name, value in found.items()}
+        return Scored({"": metrics}, counts, (*seen.corrupt, *unseen.corrupt))
+
+
+Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe
+
+
+def class_directions(embedder: Embedder, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """One direction for each class [classes, D]: its prompts normalised, averaged, normalised again."""
+    if not classes or not templates:
+        raise UserError("zero-shot classification needs at least one class name and one template")
+    wrong = [template for template in templates if "{c}" not in template]
+    if wrong:
+        raise UserError(f"template {wrong[0]!r} has no {{c}} for the class name")
+    prompts = embedder.texts([template.replace("{c}", name) for name in classes for template in templates])
+    return normalize(normalize(prompts, dim=-1).unflatten(0, (len(classes), len(templates))).mean(1), dim=-1)
+
+
+def classification_metrics(scores: Tensor, labels: Tensor) -> Metrics:
+    """Of scores [n, classes] and labels [n]. Top-5 needs five classes; classes that do not occur have no recall."""
+    classes = scores.shape[1]
+    top = top_accuracy(scores, labels)
+    hits = (scores.argmax(1) == labels).double()
+    present = torch.bincount(labels, minlength=classes).double()
+    recalls = torch.bincount(labels, weights=hits, minlength=classes)[present > 0] / present[present > 0]
+    return {
+        "acc1": top[1],
+        "acc5": top[5] if classes >= 5 else None,
+        "mean_per_class_recall": recalls.mean().item(),
+    }
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
+    """Over classes, of scores and labels [n, classes]; a class without a picture counts as 0, as in clip-benchmark."""
+    truth = labels.gather(0, scores.argsort(dim=0, descending=True)).double()
+    precision = truth.cumsum(0) / torch.arange(1, len(truth) + 1)[:, None]
+    return ((precision * truth).sum(0) / truth.sum(0).clamp(min=1)).mean().item()
+
+
+def pair_accuracy(scores: Tensor) -> dict[str, float]:
+    """Winoground's three scores of [items, 2 pictures, 2 captions]. A draw is a miss."""
+    text = (scores[:, 0, 0] > scores[:, 0, 1]) & (scores[:, 1, 1] > scores[:, 1, 0])
+    image = (scores[:, 0, 0] > scores[:, 1, 0]) & (scores[:, 1, 1] > scores[:, 0, 1])
+    values = {"image_acc": image, "text_acc": text, "acc": image & text}
+    return {name: hits.double().mean().item() for name, hits in values.items()}
+
+
+def _readable(images: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return images.vectors[images.readable], labels[images.readable]
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    highest = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    if highest > classes or (labels.ndim == 2 and highest != classes):
+        raise UserError(f"pictures are labelled with {highest} classes, but {classes} class names are known")

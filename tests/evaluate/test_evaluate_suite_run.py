@@ -1,0 +1,221 @@
+"""`powerclip evaluate`: layouts are recognised, results resume, missing and damaged datasets do not stop the rest."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from benchmark_examples import CLASSES, caption_table, class_folders, picture, sugarcrepe, tiny_model, winoground
+from mini_corpus import write_shard
+
+from powerclip.encoders import DualEncoder
+from powerclip.errors import UserError
+from powerclip.evaluate.command import evaluate_model
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.folders import read_path
+from powerclip.evaluate.pictures import FilePictures
+from powerclip.evaluate.suite_run import evaluate, jobs_for_paths, jobs_for_suite, read_records
+from powerclip.evaluate.suites import BENCHMARKS, choose
+from powerclip.evaluate.tasks import CaptionRetrieval, Classification, LinearProbe
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def webdataset(folder, labels="cls", split="test"):
+    """clip-benchmark's layout."""
+    members = []
+    for number in range(14):
+        content = picture(folder / "drawn.png", number).read_bytes()
+        members.append((f"s{number:04d}.png", content))
+        if labels == "cls":
+            members.append((f"s{number:04d}.cls", str(number % 7)))
+        elif labels == "npy":
+            buffer = io.BytesIO()
+            np.save(buffer, np.eye(7, dtype=np.int64)[number % 7])
+            members.append((f"s{number:04d}.npy", buffer.getvalue()))
+        else:
+            members.append((f"s{number:04d}.txt", f"a {CLASSES[number % 7]}\nnumber {number}"))
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    for number in range(2):
+        write_shard(folder / split / f"{number}.tar", members[14 * number : 14 * number + 14])
+    (folder / "drawn.png").unlink()
+    (folder / "classnames.txt").write_text("\n".join(CLASSES))
+    (folder / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\na {c}\n")
+    return folder
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """How many pictures the image tower has read."""
+    counts = []
+    original = DualEncoder.encode_image
+
+    def count(self, images):
+        counts.append(len(images))
+        return original(self, images)
+
+    monkeypatch.setattr(DualEncoder, "encode_image", count)
+    return counts
+
+
+def test_tars_are_recognised_by_what_lies_beside_their_pictures(tmp_path):
+    by_class = read_path(webdataset(tmp_path / "cls"))
+    assert isinstance(by_class, Classification)
+    assert by_class.labels.tolist() == [number % 7 for number in range(14)]
+    assert list(by_class.templates) == ["a photo of a {c}.", "a {c}"]
+    several = read_path(webdataset(tmp_path / "npy", "npy"))
+    assert several.labels.shape == (14, 7)
+    captions = read_path(webdataset(tmp_path / "txt", "txt"))
+    assert isinstance(captions, CaptionRetrieval)
+    assert captions.captions[2:4] == ["a bear", "number 1"]
+
+
+def test_a_picture_in_a_tar_is_the_picture_in_its_file(model, tmp_path):
+    task = read_path(webdataset(tmp_path / "wds"))
+    files = FilePictures([picture(tmp_path / "files" / f"{number}.png", number) for number in range(14)])
+    embedder = Embedder(*model)
+    assert torch.equal(embedder.pictures(task.pictures).vectors, embedder.pictures(files).vectors)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "image,caption\n", "no rows"),
+        ("a.csv", "image,caption\ngone.png,a dog\n", r"1 pictures that are not there.*gone\.png"),
+        ("a.csv", "image,caption\ngone.png\n", "line 2"),
+        ("a.json", "{", "not a JSON file"),
+        ("a.json", '{"0": {"filename": "gone.png", "caption": "a", "negative_caption": "b"}}', "none of the pictures"),
+        ("a.tar", "no tar", "cannot be read"),
+        ("a.txt", "", "not a benchmark"),
+        ("folder/x.txt", "", "holds no benchmark"),
+        ("folder/examples.jsonl", '{"id": 0}', "line 1"),
+    ],
+)
+def test_data_that_cannot_be_used_is_one_clear_line(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_path(path.parent if path.parent.name == "folder" else path)
+    assert "\n" not in str(caught.value)
+
+
+def test_results_have_clip_benchmarks_schema_one_file_for_each_dataset(model, tmp_path):
+    paths = [class_folders(tmp_path / "animals", 2), caption_table(tmp_path / "table"), sugarcrepe(tmp_path / "crepe")]
+    paths += [tmp_path / "crepe" / "swap_att.json", winoground(tmp_path / "pairs")]
+    (tmp_path / "crepe" / "val2017").rename(tmp_path / "crepe" / "images")
+    output = tmp_path / "results"
+    evaluate(*model, jobs_for_paths(paths), output, model="tiny", quiet=True)
+    assert sorted(path.name for path in output.glob("*.json")) == [
+        "animals.json",
+        "captions.json",
+        "crepe.json",
+        "pairs.json",
+        "swap_att.json",
+    ]
+    record = json.loads((output / "animals.json").read_text())
+    assert {"dataset", "model", "pretrained", "task", "metrics", "language"} <= record.keys()
+    assert record["metrics"].keys() == {"acc1", "acc5", "mean_per_class_recall"}
+    assert [one["dataset"] for one in read_records(output / "crepe.json")] == ["crepe/replace_obj", "crepe/swap_att"]
+
+
+def test_embeddings_are_computed_once_for_the_same_pictures_and_weights(model, encoded, tmp_path):
+    folder, output = class_folders(tmp_path / "animals", 2), tmp_path / "results"
+    first = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+    total = sum(encoded)
+    assert total == len(list(folder.rglob("*.png")))
+    again = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+    assert sum(encoded) == total
+    assert again.results["animals"][0]["metrics"] == first.results["animals"][0]["metrics"]
+    picture(folder / "bear" / "0.png", 77)  # another picture under the same name
+    evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+    assert sum(encoded) == 2 * total
+    evaluate(*tiny_model(1), jobs_for_paths([folder]), output, model="other", quiet=True)
+    assert sum(encoded) == 3 * total
+
+
+def test_a_suite_runs_what_is_there_and_says_where_to_get_the_rest(model, tmp_path, capsys):
+    root, output = tmp_path / "data", tmp_path / "results"
+    webdataset(root / "wds_food101")
+    webdataset(root / "wds_voc2007_multilabel", "npy")
+    damaged = webdataset(root / "wds_cars")
+    (damaged / "classnames.txt").unlink()
+    done = evaluate(*model, jobs_for_suite(choose("classification"), root), output, model="tiny")
+    assert list(done.results) == ["food101", "voc2007_multilabel"]
+    assert done.results["voc2007_multilabel"][0]["metrics"].keys() == {"mean_average_precision"}
+    assert "classnames.txt" in done.failed["cars"]
+    assert len(done.missing) == 14
+    assert "clip-benchmark/wds_vtab-cifar10" in done.missing["cifar10"]
+    assert str(root / "wds_vtab-cifar10") in done.missing["cifar10"]
+    assert "cifar10: missing; get it from" in capsys.readouterr().out
+
+
+def test_an_interrupted_suite_goes_on_where_it_stopped(model, encoded, tmp_path, capsys):
+    root, output = tmp_path / "data", tmp_path / "results"
+    for name in ("wds_flickr8k", "wds_flickr30k"):
+        webdataset(root / name, "txt")
+    jobs = jobs_for_suite(choose("retrieval", ["flickr8k", "flickr30k"]), root)
+    evaluate(*model, jobs[:1], output, model="tiny")
+    shutil.rmtree(output / "embeddings")
+    encoded.clear()
+    evaluate(*model, jobs, output, model="tiny")
+    assert sum(encoded) == 14  # of the second alone
+    assert capsys.readouterr().out.count("(finished before)") == 1
+    evaluate(*tiny_model(3), jobs, output, model="tiny", quiet=True)
+    assert sum(encoded) == 28  # other weights: anew, once for the pictures that both share
+
+
+def test_a_linear_probe_reads_both_splits(model, tmp_path):
+    webdataset(tmp_path / "wds_vtab-cifar10")
+    webdataset(tmp_path / "wds_vtab-cifar10", split="train")
+    job = jobs_for_suite(choose("probe", ["cifar10:probe"]), tmp_path)[0]
+    assert isinstance(job.find(), LinearProbe)
+    done = evaluate(*model, [job], tmp_path / "results", model="tiny", quiet=True)
+    assert done.results["cifar10_probe"][0]["metrics"].keys() == {"lp_acc1", "lp_acc5", "lp_mean_per_class_recall"}
+
+
+def test_imagenet_subsets_have_the_class_names_of_the_original_folders(tmp_path):
+    builder = pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
+    for number, wnid in enumerate(builder.all_imagenet_wordnet_ids[:200]):
+        picture(tmp_path / "imagenet-r" / wnid / "0.png", number, (8, 8))
+    (benchmark,) = choose("robustness", ["imagenet-r"])
+    task = jobs_for_suite([benchmark], tmp_path)[0].find()
+    assert len(task.classes) == 200
+    assert task.classes[0] == "goldfish"
+    assert task.labels.tolist() == list(range(200))
+    assert len(task.templates) == 80
+
+
+def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():
+    sizes = {name: len(choose(name)) for name in ("classification", "retrieval", "robustness", "composition", "probe")}
+    assert sizes == {"classification": 17, "retrieval": 3, "robustness": 6, "composition": 2, "probe": 3}
+    assert choose("paper") == list(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "say what to evaluate on"),
+        ({"suite": "retreival", "data": "."}, "did you mean 'retrieval'"),
+        ({"suite": "retrieval"}, "needs --data"),
+        ({"suite": "retrieval", "data": ".", "datasets": ["flickr9k"]}, "did you mean"),
+        ({"datasets": ["flickr8k"]}, "belong to a suite"),
+        ({"paths": ["gone"]}, "no file or folder gone"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.chdir(tmp_path)
+    paths = [Path(path) for path in options.pop("paths", [])]
+    if "data" in options:
+        options["data"] = Path(options["data"])
+    with pytest.raises(UserError, match=message):
+        evaluate_model("no-such-model", paths, **options)
