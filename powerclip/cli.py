@@ -1,4 +1,4 @@
-"""The command line: `powerclip train · compare · quickstart · ground · evaluate · tables`.
+"""The command line: `powerclip train · compare · quickstart · ground · evaluate · tables · analyse`.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -279,6 +279,40 @@ def tables(
     else:
         write_whole(output, page.encode())
         print(f"tables: {output}")
+
+
+analyse_app = typer.Typer(
+    help="Measure the method itself.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+app.add_typer(analyse_app, name="analyse")
+
+
+@analyse_app.callback()
+def analyses() -> None:
+    """Measure the method itself."""
+
+
+@analyse_app.command(
+    "nla",
+    epilog="\b\nExamples:\n"
+    "  powerclip analyse nla\n"
+    "  powerclip analyse nla --model runs/quickstart/seed-0/powerclip/model",
+)
+def analyse_nla(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Study this model's embeddings of embedded scenes as well.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where nla.png and nla.json go.")] = Path("runs/nla"),
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Batches of 16 pairs.")] = 8,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the vectors and of the regions.")] = 0,
+) -> None:
+    """Compare the approximation with the exact powerset, over τ and α."""
+    with interruptible("nothing was written"):
+        from powerclip.analysis.nla import analyse, lines
+
+        for study in analyse(output, model, batches=batches, seed=seed):
+            print("\n".join(lines(study)))
+    print(f"figure and numbers: {output / 'nla.png'}, nla.json")
 
 
 if __name__ == "__main__":

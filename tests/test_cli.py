@@ -133,7 +133,7 @@ def test_wrong_usage_is_exit_code_2(monkeypatch, capsys, arguments):
     [
         (UserError("two\nlines"), "powerclip: error: two lines\n"),
         (FileNotFoundError(2, "No such file or directory", "x.png"), "powerclip: error: x.png: No such file"),
-        (PermissionError(13, "Permission denied", "/root/x"), "powerclip: error: /root/x: Permission denied"),
+        (PermissionError(13, "Permission denied", "/secret/x"), "powerclip: error: /secret/x: Permission denied"),
     ],
 )
 def test_what_a_command_raises_for_its_user_becomes_one_line(monkeypatch, capsys, raised, expected):

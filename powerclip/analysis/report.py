@@ -135,9 +135,9 @@ belong together close to each other. Nothing tells it <em>which part</em> of the
 regions (the R: boxes drawn at random), from the caption every phrase of its parse tree: “a red star”, “left of a blue
 ring”, the whole sentence. A phrase may speak of several regions at once, so every <em>set</em> of regions, the
 powerset, is asked for its best phrase: {report.regions} regions make {sets:,} sets. They are not enumerated: a
-nonlinear aggregation of just {report.regions} similarities for each phrase stands in for all of them. And each phrase is
-asked for its best region. A picture matches its caption when the regions find their phrases and the phrases find their
-regions.</p>
+nonlinear aggregation of just {report.regions} similarities for each phrase stands in for all of them. And each phrase
+is asked for its best region. A picture matches its caption when the regions find their phrases and the phrases find
+their regions.</p>
 <p>Used afterwards, the two are alike: two towers, one vector for a picture and one for a text, no boxes and no
 trees.</p>"""
 

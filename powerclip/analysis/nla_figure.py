@@ -1,0 +1,59 @@
+"""The approximation study as a figure: losses beside the exact ones, then r and bias over α."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from powerclip.analysis.figures import FAINT, INK
+from powerclip.analysis.nla import ALPHAS, TAUS, Agreement, Point, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHADES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#d4b106")  # from α = 0 to α = 1
+STYLES = ("-", "--", ":")  # τ from the largest to the smallest
+
+
+def nla_figure(studies: Sequence[Study]) -> Figure:
+    """Two lines of panels for each source: a scatter for each τ; r of R2T and of the loss, and the bias of R2T."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 6.4 * len(studies)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid: Any = figure.subplots(2 * len(studies), 3, squeeze=False)
+    for number, study in enumerate(studies):
+        for place, tau in enumerate(TAUS):
+            _scatter(grid[2 * number][place], study, tau)
+        below = grid[2 * number + 1]
+        _over_alpha(below[0], study, "R2T: Pearson r", lambda point: point.r2t.r)
+        _over_alpha(below[1], study, "loss: Pearson r", lambda point: point.loss.r)
+        _over_alpha(below[2], study, "R2T: bias / standard deviation", lambda point: point.r2t.bias)
+        below[2].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _scatter(axes: Any, study: Study, tau: float) -> None:
+    for alpha, shade in zip(ALPHAS, SHADES, strict=True):
+        part: Agreement = study.at(tau, alpha).loss
+        label = f"α = {alpha:g}, r = {'–' if part.r is None else format(part.r, '.3f')}"
+        axes.scatter(study.exact, study.approximate[tau, alpha], s=7, color=shade, alpha=0.6, label=label, lw=0)
+    ends = [study.exact.min().item(), study.exact.max().item()]
+    axes.plot(ends, ends, color=FAINT, lw=0.8)
+    axes.set_title(f"{study.source}, τ = {tau:g}", fontsize=9, color=INK)
+    axes.set_xlabel("exact loss of a pair", fontsize=8)
+    axes.set_ylabel("approximated", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(frameon=False, fontsize=7)
+
+
+def _over_alpha(axes: Any, study: Study, title: str, value: Any) -> None:
+    for tau, style in zip(TAUS, STYLES, strict=True):
+        points: list[Point] = [study.at(tau, alpha) for alpha in ALPHAS]
+        shown = [float("nan") if (found := value(point)) is None else found for point in points]
+        axes.plot(ALPHAS, shown, style, color=INK, marker="o", markersize=3, label=f"τ = {tau:g}")
+    axes.set_title(title, fontsize=9, color=INK)
+    axes.set_xlabel("α", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="#e5e7eb", lw=0.6)
