@@ -142,8 +142,10 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
             metrics = {record["dataset"].rpartition("/")[2]: metrics["acc"]}
         parts += [f"{_short(name)} {100 * value:.1f}" for name, value in metrics.items()]
     corrupt = records[0]["powerclip"]["corrupt"]
-    damaged = f" ({len(corrupt)} unreadable: {', '.join(corrupt[:3])})" if corrupt else ""
-    return " · ".join(parts) + damaged
+    notes = [f"{len(corrupt)} unreadable: {', '.join(corrupt[:3])}"] if corrupt else []
+    missing = records[0]["powerclip"]["counts"].get("missing")
+    notes += [f"{missing:,} comparisons left out: their pictures are not there"] if missing else []
+    return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

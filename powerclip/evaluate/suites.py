@@ -133,6 +133,8 @@ def find_benchmark(benchmark: Benchmark, root: Path) -> Task:
         if not shards:
             return _original(benchmark, folder)
         if benchmark.probe:
+            if not any((folder / "train").glob("*.tar")):
+                raise MissingError(f"{folder / 'train'} holds no tars; get them from {benchmark.origin}")
             return LinearProbe(_classes(read_path(folder, "train"), folder), _classes(read_path(folder), folder))
         return read_path(folder)
     raise MissingError(f"get it from {benchmark.origin} and put it into {root / benchmark.folders[0]}")

@@ -48,7 +48,7 @@ def report(lines, **changes):
 
 def test_every_measure_of_the_evaluation_is_a_line_with_its_chance_level():
     lines = {(line.group, line.label): line for line in compare([outcome(0.5)], [outcome(0.6)])}
-    assert len(lines) == 6 + 2 + 8 + 2 + 1
+    assert len(lines) == 6 + 2 + 8 + 4 + 1
     assert lines["Retrieval", "image → text, R@5"].chance == pytest.approx(2.5)
     assert lines["Zero-shot", "unseen pairs, top 1"].chance == pytest.approx(10)
     assert lines["Pointing game", "in caption: its own"].chance == pytest.approx(7)
@@ -76,8 +76,8 @@ def test_models_with_different_numbers_of_seeds_are_not_compared():
 
 def test_the_verdict_counts_for_both_sides():
     assert "ahead on 0 and" in verdict(compare([outcome(0.6)], [outcome(0.5)]))
-    assert "on 18" in verdict(compare([outcome(0.6)], [outcome(0.5)]))
-    assert "18 are level" in verdict(compare([outcome(0.5)], [outcome(0.5)]))
+    assert "on 20" in verdict(compare([outcome(0.6)], [outcome(0.5)]))
+    assert "20 are level" in verdict(compare([outcome(0.5)], [outcome(0.5)]))
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.26, "+1.3"), (-0.5, "−0.5"), (-0.04, "0.0"), (0.0, "0.0")])
