@@ -179,23 +179,28 @@ def quickstart(
     epilog="\b\nExamples:\n"
     '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
     '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 '
-    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png'
+    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
 )
 def ground(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A picture.")],
-    caption: Annotated[str, typer.Argument(metavar="CAPTION", help="What to look for in it.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    captions: Annotated[
+        list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
+    ],
+    model: Annotated[
+        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("ground.png"),
     tree: Annotated[
-        str | None,
-        typer.Option("--tree", help="Its parse tree in Penn brackets; without it each word stands alone."),
+        list[str] | None,
+        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),
     ] = None,
 ) -> None:
-    """Draw where a model sees a caption and each of its phrases."""
+    """Draw where models see captions and each of their phrases."""
     with interruptible("nothing was written"):
         from powerclip.analysis.ground import ground as ground_image
 
-        written = ground_image(image, caption, model, output, brackets=tree)
+        written = ground_image(image, captions, model, output, brackets=tree or None)
     print(f"heatmaps: {written}")
 
 

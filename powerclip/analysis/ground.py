@@ -1,8 +1,10 @@
-"""Ground a caption in a picture: a heatmap for the caption and for each of its phrases, as one PNG."""
+"""Ground captions in a picture: a heatmap for each caption and each of its phrases, by each model, as one PNG."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,21 +17,29 @@ from powerclip.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from powerclip.analysis.figures import Row
     from powerclip.data.tokens import CaptionTokenizer
     from powerclip.encoders import DualEncoder
 
 
 def ground(
-    image_path: str | Path, caption: str, model: str | Path, output: str | Path, brackets: str | None = None
+    image_path: str | Path,
+    caption: str | Sequence[str],
+    model: str | Path | Sequence[str | Path],
+    output: str | Path,
+    brackets: str | Sequence[str] | None = None,
 ) -> Path:
-    """Write the heatmaps of `caption` over the picture at `image_path` and return where.
+    """Write the heatmaps of captions over the picture at `image_path`, by one or several models, and return where.
+
+    Several models stand below each other for each caption. Several captions, such as a caption and its edits, follow
+    each other: change a word and see which response moves.
 
     Args:
         image_path: any picture that Pillow reads.
-        caption: what to look for.
-        model: a saved model or an open_clip name, as `powerclip.load` takes it.
+        caption: what to look for, or several of it.
+        model: a saved model or an open_clip name, as `powerclip.load` takes it, or several.
         output: the PNG; its folder is made if it is missing.
-        brackets: the caption's tree, Penn style. Without it, each word is a phrase of its own.
+        brackets: the tree of each caption, Penn style. Without it, each word is a phrase of its own.
 
     Raises:
         UserError: no such picture or model, a tree that does not match, a caption without a word, an output that
@@ -37,26 +47,79 @@ def ground(
     """
     # What costs nothing to check is checked before the model is loaded.
     target = _check_output(Path(output))
-    tree = parse_bracketed(brackets, caption) if brackets is not None else word_tree(caption)
-    if not tree.nodes:
-        raise UserError(f"caption {caption!r} has no word: say what to look for in the picture")
+    captions = [caption] if isinstance(caption, str) else list(caption)
+    models = [model] if isinstance(model, str | Path) else list(model)
+    if not captions or not models:
+        raise UserError("grounding needs at least one caption and one model")
+    trees = _trees(captions, [brackets] if isinstance(brackets, str) else brackets)
     picture = _open(Path(image_path))
 
-    from powerclip.analysis.figures import Panel, Row, heatmap_figure, save_png
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import load
+    from powerclip.analysis.figures import heatmap_figure, save_png
 
-    encoder, preprocess, open_clip_tokenizer = load(model)
-    tokenizer = CaptionTokenizer(open_clip_tokenizer)
-    pixels = preprocess(picture)
-    phrases, heat = caption_heatmaps(encoder, tokenizer, pixels, caption, tree)
-    panels = [Panel(phrase, values) for phrase, values in zip(phrases, heat, strict=True)]
-    figure = heatmap_figure([Row(_as_seen(encoder, pixels), panels)])
+    by_model = [_rows(one, name, picture, captions, trees) for one, name in zip(models, _names(models), strict=True)]
+    # Caption by caption, the models of each below each other.
+    rows = [row for place in range(len(captions)) for row in _below(rows[place] for rows in by_model)]
+    figure = heatmap_figure(rows)
     try:
         save_png(figure, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}") from None
     return target
+
+
+def _trees(captions: Sequence[str], brackets: Sequence[str] | None) -> list[Tree]:
+    if brackets is not None and len(brackets) != len(captions):
+        raise UserError(f"{len(captions)} captions, but {len(brackets)} trees: give one tree for each caption, or none")
+    trees = []
+    for place, caption in enumerate(captions):
+        tree = word_tree(caption) if brackets is None else parse_bracketed(brackets[place], caption)
+        if not tree.nodes:
+            raise UserError(f"caption {caption!r} has no word: say what to look for in the picture")
+        trees.append(tree)
+    return trees
+
+
+def _rows(
+    model: str | Path, name: str, picture: Image.Image, captions: Sequence[str], trees: Sequence[Tree]
+) -> list[Row]:
+    """One row of heatmaps for each caption."""
+    from powerclip.analysis.figures import Panel, Row
+    from powerclip.data.tokens import CaptionTokenizer
+    from powerclip.encoders import load
+
+    encoder, preprocess, open_clip_tokenizer = load(model)
+    encoder.eval()
+    tokenizer = CaptionTokenizer(open_clip_tokenizer)
+    pixels = preprocess(picture)
+    seen = _as_seen(encoder, pixels)
+    rows = []
+    for caption, tree in zip(captions, trees, strict=True):
+        phrases, heat = caption_heatmaps(encoder, tokenizer, pixels, caption, tree)
+        panels = [Panel(phrase, values) for phrase, values in zip(phrases, heat, strict=True)]
+        rows.append(Row(seen, panels, name=name))
+    return rows
+
+
+def _below(rows: Iterable[Row]) -> list[Row]:
+    """Rows of one caption: titles are not repeated where the phrases are the same and fit in one line."""
+    from powerclip.analysis.figures import COLUMNS
+
+    first, *others = rows
+    titles = [panel.phrase for panel in first.panels]
+    same = [len(titles) <= COLUMNS and titles == [panel.phrase for panel in other.panels] for other in others]
+    return [first, *(replace(other, continues=repeated) for other, repeated in zip(others, same, strict=True))]
+
+
+def _names(models: Sequence[str | Path]) -> list[str]:
+    """What stands beside each row: nothing for one model; else the last part of the path by which they differ."""
+    if len(models) == 1:
+        return [""]
+    parts = [Path(model).parts for model in models]
+    for place in range(1, min(map(len, parts)) + 1):
+        ends = [part[-place] for part in parts]
+        if len(set(ends)) == len(ends):
+            return ends
+    return [str(model) for model in models]
 
 
 def word_tree(caption: str) -> Tree:

@@ -41,7 +41,7 @@ def _scatter(axes: Any, study: Study, tau: float) -> None:
         axes.scatter(study.exact, study.approximate[tau, alpha], s=7, color=shade, alpha=0.6, label=label, lw=0)
     ends = [study.exact.min().item(), study.exact.max().item()]
     axes.plot(ends, ends, color=FAINT, lw=0.8)
-    axes.set_title(f"{study.source}, τ = {tau:g}", fontsize=9, color=INK)
+    axes.set_title(f"{_short(study.source)}, τ = {tau:g}", fontsize=9, color=INK)
     axes.set_xlabel("exact loss of a pair", fontsize=8)
     axes.set_ylabel("approximated", fontsize=8)
     axes.tick_params(labelsize=7)
@@ -57,3 +57,8 @@ def _over_alpha(axes: Any, study: Study, title: str, value: Any) -> None:
     axes.set_xlabel("α", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(color="#e5e7eb", lw=0.6)
+
+
+def _short(source: str, most: int = 34) -> str:
+    """The end of a long path, which is what tells models apart."""
+    return source if len(source) <= most else f"…{source[-most:]}"

@@ -5,7 +5,7 @@ from PIL import Image
 from powerclip.analysis.ground import caption_heatmaps, ground, word_tree
 from powerclip.data.scenes import render, test_scenes
 from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import build, save
+from powerclip.encoders import build, load, save
 from powerclip.errors import UserError
 
 CAPTION = "a dog sitting on a red chair"
@@ -104,3 +104,24 @@ def test_an_output_below_a_file_is_refused(picture, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file, not a folder"):
         ground(picture, CAPTION, "no-such-model", tmp_path / "file" / "out.png")
+
+
+def test_models_stand_below_each_other_and_captions_follow(model, picture, tmp_path, monkeypatch):
+    drawn = []
+    from powerclip.analysis import figures
+
+    original = figures.heatmap_figure
+    monkeypatch.setattr(figures, "heatmap_figure", lambda rows: drawn.extend(rows) or original(rows))
+    torch.manual_seed(1)
+    other = save(build(config=load(model)[0].config), tmp_path / "other")
+    captions = ["a dog on a red chair", "a dog on a blue chair"]
+    ground(picture, captions, [model, other], tmp_path / "out.png")
+    assert [(row.name, row.continues) for row in drawn] == [("tiny", False), ("other", True)] * 2
+    assert [row.panels[0].phrase for row in drawn[::2]] == captions
+    first, second = (row.panels[0].values for row in drawn[:2])
+    assert not torch.allclose(first, second)
+
+
+def test_trees_are_one_for_each_caption(picture, tmp_path):
+    with pytest.raises(UserError, match="2 captions, but 1 trees"):
+        ground(picture, [CAPTION, CAPTION], "no-such-model", tmp_path / "out.png", [BRACKETS])

@@ -149,6 +149,8 @@ def test_a_suite_runs_what_is_there_and_says_where_to_get_the_rest(model, tmp_pa
     (damaged / "classnames.txt").unlink()
     done = evaluate(*model, jobs_for_suite(choose("classification"), root), output, model="tiny")
     assert list(done.results) == ["food101", "voc2007_multilabel"]
+    assert not done.failed, done.failed
+    assert list(done.missing) == ["flickr30k"], done.missing
     assert done.results["voc2007_multilabel"][0]["metrics"].keys() == {"mean_average_precision"}
     assert "classnames.txt" in done.failed["cars"]
     assert len(done.missing) == 14
@@ -191,6 +193,34 @@ def test_imagenet_subsets_have_the_class_names_of_the_original_folders(tmp_path)
     assert task.classes[0] == "goldfish"
     assert task.labels.tolist() == list(range(200))
     assert len(task.templates) == 80
+
+
+def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path):
+    pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
+    lines = ["image,caption"]
+    for number in range(12):
+        picture(tmp_path / "flickr8k" / f"{number}.jpg", number)
+        lines += [f"{number}.jpg,a {CLASSES[number % 7]}, view {view}" for view in range(2)]
+    (tmp_path / "flickr8k" / "flickr8k_test_karpathy.txt").write_text("\n".join(lines))
+    (tmp_path / "flickr30k").mkdir()
+    voc = tmp_path / "voc2007_multilabel" / "VOCdevkit" / "VOC2007"
+    for folder in ("ImageSets/Main", "Annotations"):
+        (voc / folder).mkdir(parents=True)
+    (voc / "ImageSets" / "Main" / "test.txt").write_text("000001\n000002\n")
+    for name, things in (("000001", ["dog", "person"]), ("000002", ["dog"])):
+        picture(voc / "JPEGImages" / f"{name}.jpg", int(name))
+        box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
+        found = "".join(f"<object><name>{thing}</name>{box}</object>" for thing in things)
+        (voc / "Annotations" / f"{name}.xml").write_text(f"<annotation>{found}</annotation>")
+    names = ["flickr8k", "flickr30k", "voc2007_multilabel"]
+    done = evaluate(
+        *model, jobs_for_suite(choose("paper", names), tmp_path), tmp_path / "out", model="tiny", quiet=True
+    )
+    assert done.results["flickr8k"][0]["powerclip"]["counts"] == {"pictures": 12, "captions": 24}
+    assert not done.failed, done.failed
+    assert list(done.missing) == ["flickr30k"], done.missing
+    assert done.results["voc2007_multilabel"][0]["powerclip"]["counts"] == {"pictures": 2, "classes": 20}
+    assert "does not hold flickr30k_test_karpathy.txt" in done.missing["flickr30k"]
 
 
 def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():

@@ -119,6 +119,19 @@ def test_retrieval_is_clip_benchmarks(model, embedder, tmp_path):
     assert task.score(embedder).parts[""] == pytest.approx(expected)
 
 
+def test_on_flickr8k_retrieval_is_clip_benchmarks(model, embedder, real_data):
+    reference = theirs("zeroshot_retrieval")
+    task = read_path(real_data / "captions10k" / "test-000.tar")
+    prepare, answers = preprocess_for(model[0]), [[] for _ in task.pictures.members]
+    for caption, owner in zip(task.captions, task.image_of_caption.tolist(), strict=True):
+        answers[owner].append(caption)
+    assert (len(answers), len(task.captions)) == (1000, 5000)
+    pixels = [prepare(task.pictures.decode(task.pictures.read(place))) for place in range(1000)]
+    data = loader(list(zip(pixels, answers, strict=True)), texts=True)
+    expected = reference.evaluate(model[0], data, tokenize(model), "cpu", amp=False, recall_k_list=[1, 5, 10])
+    assert task.score(embedder).parts[""] == pytest.approx(expected)
+
+
 def test_winoground_is_clip_benchmarks(model, embedder, tmp_path):
     reference = theirs("image_caption_selection")
     task = read_path(winoground(tmp_path))
