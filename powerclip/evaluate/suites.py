@@ -170,7 +170,7 @@ def _build(benchmark: Benchmark, folder: Path, split: str) -> Any:
     except (RuntimeError, OSError, ValueError, AssertionError, ImportError, KeyError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise MissingError(
-            f"{folder} is not the {benchmark.name} that is expected ({said}); {benchmark.origin}"
+            f"{folder} is not {benchmark.name} as it is published ({said}); get it from {benchmark.origin}"
         ) from None
 
 

@@ -12,7 +12,7 @@ NOTE = "Percent. Best bold, second underlined, by the values as shown. † as pu
 _STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem;color:#1b1f24}
 table{border-collapse:collapse;margin:.5rem 0 2rem}
 th,td{padding:.25rem .6rem;text-align:right;white-space:nowrap}th:first-child,td:first-child{text-align:left}
-thead th{border-bottom:2px solid #1b1f24;vertical-align:bottom}tr.ours{background:#e0f7fa}
+thead th{white-space:normal;border-bottom:2px solid #1b1f24;vertical-align:bottom}tr.ours{background:#e0f7fa}
 div{overflow-x:auto}h2{font-size:1rem}td b{font-weight:700}"""
 
 

@@ -149,8 +149,6 @@ def test_a_suite_runs_what_is_there_and_says_where_to_get_the_rest(model, tmp_pa
     (damaged / "classnames.txt").unlink()
     done = evaluate(*model, jobs_for_suite(choose("classification"), root), output, model="tiny")
     assert list(done.results) == ["food101", "voc2007_multilabel"]
-    assert not done.failed, done.failed
-    assert list(done.missing) == ["flickr30k"], done.missing
     assert done.results["voc2007_multilabel"][0]["metrics"].keys() == {"mean_average_precision"}
     assert "classnames.txt" in done.failed["cars"]
     assert len(done.missing) == 14
@@ -206,7 +204,7 @@ def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path)
     voc = tmp_path / "voc2007_multilabel" / "VOCdevkit" / "VOC2007"
     for folder in ("ImageSets/Main", "Annotations"):
         (voc / folder).mkdir(parents=True)
-    (voc / "ImageSets" / "Main" / "test.txt").write_text("000001\n000002\n")
+    (voc / "ImageSets" / "Main" / "aeroplane_test.txt").write_text("000001 -1\n000002 -1\n")
     for name, things in (("000001", ["dog", "person"]), ("000002", ["dog"])):
         picture(voc / "JPEGImages" / f"{name}.jpg", int(name))
         box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
