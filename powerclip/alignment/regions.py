@@ -42,8 +42,14 @@ def embed_regions(patches: Tensor, masks: Tensor) -> Tensor:
     return F.normalize(masks.to(patches.dtype) @ patches, dim=-1)
 
 
+# 2^16 sets are 65,536 similarities for each node and image; the next region doubles that.
+MOST_ENUMERATED = 16
+
+
 def subset_matrix(regions: int, *, empty: bool = True, device: torch.device | str = "cpu") -> Tensor:
     """All subsets of M regions as rows of zeros and ones [2^M, M]; without the first, empty one if so asked."""
+    if regions > MOST_ENUMERATED:
+        raise ValueError(f"{regions} regions have 2^{regions} sets: at most {MOST_ENUMERATED} can be enumerated")
     bits = torch.arange(0 if empty else 1, 2**regions, device=device)
     return (bits.unsqueeze(-1) >> torch.arange(regions, device=device)) & 1
 

@@ -13,21 +13,16 @@ every image is masked: 0.3, or 0.5 in the paper's second variant.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, Selection
-from powerclip.objectives.clip import Clip
+from powerclip.objectives.masked import MaskedClip
 from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
 from powerclip.objectives.selection.edges import edge_strength
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.selection.transport import balance
 from powerclip.objectives.settings import check_least, check_positive, check_share
-
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder, Features
 
 
 @dataclass(frozen=True)
@@ -51,17 +46,12 @@ class ClipPgsSettings:
         check_least("iterations", self.iterations, 0)
 
 
-class ClipPgs(Clip):
+class ClipPgs(MaskedClip):
     """CLIP's loss of images without some of their clusters, edges spared."""
 
     def __init__(self, settings: ClipPgsSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or ClipPgsSettings()
-
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
-        """Drop clusters of patches."""
-        grid = encoder.grid
-        return encoder(images, tokens, selector=lambda context: self.select(context, grid))
 
     @torch.no_grad()
     def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:

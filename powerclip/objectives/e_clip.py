@@ -12,19 +12,14 @@ e · S_embedding + (1 − e) · S, e being the share of the run that is done.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, Selection
-from powerclip.objectives.clip import Clip
+from powerclip.objectives.masked import MaskedClip
 from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.settings import check_share
-
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder, Features
 
 
 @dataclass(frozen=True)
@@ -43,17 +38,12 @@ class EClipSettings:
         check_share("least", self.least)
 
 
-class EClip(Clip):
+class EClip(MaskedClip):
     """CLIP's loss of images without some of their clusters."""
 
     def __init__(self, settings: EClipSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or EClipSettings()
-
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
-        """Drop clusters of patches."""
-        grid = encoder.grid
-        return encoder(images, tokens, selector=lambda context: self.select(context, grid))
 
     @torch.no_grad()
     def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:

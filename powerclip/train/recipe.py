@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.regions import MOST_ENUMERATED
 from powerclip.errors import UserError, nearest
 from powerclip.train import schema, yaml_text
 
@@ -134,6 +135,14 @@ class Recipe:
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection = field(default_factory=TrainSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+
+    def __post_init__(self) -> None:
+        enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
+        if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
+            raise ValueError(
+                f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
+                f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
+            )
 
 
 # What may change between the parts of one run: it steers how the run is watched, not what it computes.

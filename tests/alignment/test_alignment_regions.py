@@ -1,5 +1,6 @@
 """Regions: random boxes and Eqs. 1 and 2."""
 
+import pytest
 import torch
 
 from powerclip.alignment import embed_regions, random_boxes
@@ -55,3 +56,8 @@ def test_the_subset_matrix_lists_every_set_once():
     rows = {tuple(row) for row in subset_matrix(5).tolist()}
     assert len(rows) == 32
     assert len(subset_matrix(5, empty=False)) == 31
+
+
+def test_sets_of_too_many_regions_are_not_enumerated():
+    with pytest.raises(ValueError, match="at most 16"):
+        subset_matrix(17)

@@ -130,6 +130,14 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_place(tmp_path, text, exp
     assert all(part in message for part in [str(path), *expected]), message
 
 
+def test_more_sets_than_can_be_enumerated_are_refused_before_anything_runs():
+    exact = ["alignment.aggregation=exact", "regions.count=17"]
+    with pytest.raises(UserError, match="at most 16"):
+        load_recipe("quickstart/powerclip", exact)
+    assert load_recipe("quickstart/powerclip", [*exact, "alignment.r2t=false"]).regions.count == 17  # T2R needs no sets
+    assert load_recipe("quickstart/clip", exact).objective == "clip"
+
+
 def test_an_error_in_an_extended_file_names_that_file(tmp_path):
     base = write(tmp_path / "base.yaml", MINIMAL + "trian: {}\n")
     assert str(base) in refused(write(tmp_path / "child.yaml", "extends: base.yaml\n"))

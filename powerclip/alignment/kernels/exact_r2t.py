@@ -22,8 +22,8 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.split import split_pair
 from powerclip.alignment.ragged import Segments
+from powerclip.alignment.regions import MOST_ENUMERATED
 
-MOST_REGIONS = 16
 # 2^6 best similarities and as many sums of the present node: about 140 of the 255 registers that a thread may have.
 LOW_REGIONS = 6
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
@@ -34,9 +34,9 @@ BLOCK_ELEMENTS = 2**27
 def exact_score(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """Q̄ [B, S] in float32 of every image's regions [B, M, D] with every caption's nodes [T, D], M ≤ 16."""
     count = regions.shape[1]
-    if count > MOST_REGIONS:
+    if count > MOST_ENUMERATED:
         raise ValueError(
-            f"the exact kernel enumerates the sets of at most {MOST_REGIONS} regions, not of {count}; "
+            f"the exact kernel enumerates the sets of at most {MOST_ENUMERATED} regions, not of {count}; "
             "take fewer regions or alignment.aggregation: nla"
         )
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
