@@ -1,69 +1,25 @@
-"""What the speed benchmarks share: how a time and a peak of memory are taken, and what a result says about its origin.
-
-Times are medians; the spread beside them is half the range between the quartiles.
-"""
+"""What the speed benchmarks share: `measure`, and what a result says about its origin."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from powerclip.analysis.machine import machine
+from powerclip.analysis.measure import Measurement, measure
+
+__all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "write_result"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-@dataclass(frozen=True)
-class Measurement:
-    ms: float
-    spread: float  # ms
-    peak_gib: float | None  # None where it is not known (CPU)
-    gib: float | None  # the same above what was allocated before
-
-
-def measure(function: Callable[[], object], device: torch.device, repeats: int, warmup: int) -> Measurement:
-    """Run `function` a few times unmeasured, then `repeats` times measured."""
-    gpu = device.type == "cuda"
-    for _ in range(warmup):
-        function()
-    peak = gib = None
-    if gpu:
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-        gib = peak - before / 2**30
-    times = [_gpu_ms(function) if gpu else _cpu_ms(function) for _ in range(repeats)]
-    quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    return Measurement(statistics.median(times), (quarters[2] - quarters[0]) / 2, peak, gib)
-
-
-def _gpu_ms(function: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def _cpu_ms(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return 1000 * (time.perf_counter() - start)
 
 
 def origin() -> dict[str, str]:
@@ -79,8 +35,13 @@ def origin() -> dict[str, str]:
         "machine": machine(),
         **versions,
         "cuda": torch.version.cuda or "none",
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python", Path(sys.argv[0]).name, *map(_named, sys.argv[1:])]),
     }
+
+
+def _named(argument: str) -> str:
+    """An argument without the folders of the machine that it was typed on."""
+    return f"…/{Path(argument).name}" if Path(argument).is_absolute() else argument
 
 
 def _git(*arguments: str) -> str:

@@ -11,22 +11,17 @@ table, beside what the paper's Table 13 says of an epoch.
 from __future__ import annotations
 
 import argparse
-import statistics
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-from measure import RESULTS, Measurement, markdown, measure, origin, write_result
+from measure import RESULTS, markdown, origin, write_result
 
+from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
 from powerclip.objectives import OBJECTIVES
 from powerclip.train.data import make_loader
-from powerclip.train.loop import train_step
-from powerclip.train.recipe import Recipe, parse_recipe
-from powerclip.train.state import TrainState, start
+from powerclip.train.recipe import parse_recipe
 
-PAPER = {"clip": 1.0, "sparc": 1.26, "filip": 1.41, "powerclip": 1.72}
 TARGET = {"flip": 0.6, "e_clip": 0.85, "clip_pgs": 0.85, "sparc": 1.05, "filip": 1.10}
 # A warm-up that is never left: the weights hardly move, and FLIP's tuning is far away.
 RECIPE = """
@@ -43,21 +38,12 @@ TINY = (
 )
 
 
-@dataclass(frozen=True)
-class Method:
-    state: TrainState
-    recipe: Recipe
-    times: list[Measurement]
-
-    def step(self, batch: Batch) -> None:
-        train_step(self.state, batch, self.recipe)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, two repetitions, not compiled")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--compile", default="auto", help="auto, always, blocks or never")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10, help="steps of a method in each round")
     parser.add_argument("--only", nargs="*", choices=OBJECTIVES, default=OBJECTIVES, help="methods beside clip")
@@ -76,10 +62,13 @@ def main() -> None:
         for _ in range(2):  # the first step compiles, the second finds out whether once was enough
             methods[name].step(batch)
     assert batch is not None
-    for _ in range(arguments.rounds):
-        for name, method in methods.items():
-            method.times.append(measure(partial(method.step, batch), device, arguments.repeats, warmup=2))
-            print(f"{name:10} {method.times[-1].ms:9.2f} ms", flush=True)
+    take_turns(
+        methods,
+        batch,
+        arguments.rounds,
+        arguments.repeats,
+        lambda name, found: print(f"{name:10} {found.ms:9.2f} ms", flush=True),
+    )
     write(methods, batch, arguments)
 
 
@@ -91,41 +80,24 @@ def made(name: str, arguments: argparse.Namespace) -> Method:
         settings=settings,
         batch=arguments.batch,
         device=arguments.device,
-        compile="never" if arguments.tiny else "auto",
+        compile="never" if arguments.tiny else arguments.compile,
     )
-    recipe = parse_recipe(text, "benchmarks/methods.py")
-    return Method(start(recipe), recipe, [])
+    return Method.of(parse_recipe(text, "benchmarks/methods.py"))
 
 
 def write(methods: dict[str, Method], batch: Batch, arguments: argparse.Namespace) -> None:
-    medians = {name: statistics.median(time.ms for time in method.times) for name, method in methods.items()}
-    rows, data = [], []
-    for name, method in methods.items():
-        # Each round is compared with CLIP's of the same round.
-        pairs = zip(method.times, methods["clip"].times, strict=True)
-        ratios = [own.ms / clip.ms for own, clip in pairs]
-        gib = method.times[-1].gib
-        entry = {
-            "method": name,
-            "ms": medians[name],
-            "relative": statistics.median(ratios),
-            "smallest": min(ratios),
-            "largest": max(ratios),
-            "gib": gib,
-            "paper": PAPER.get(name),
-            "target": TARGET.get(name),
-        }
-        data.append(entry)
-        rows.append(
-            [
-                name,
-                f"{medians[name]:.1f}",
-                f"{entry['relative']:.3f} ({min(ratios):.3f} … {max(ratios):.3f})",
-                "–" if gib is None else f"{gib:.1f}",
-                PAPER.get(name, "–"),
-                TARGET.get(name, "–"),
-            ]
-        )
+    data = [{**row, "target": TARGET.get(row["method"])} for row in beside_clip(methods)]
+    rows = [
+        [
+            row["method"],
+            f"{row['ms']:.1f}",
+            f"{row['relative']:.3f} ({row['smallest']:.3f} … {row['largest']:.3f})",
+            "–" if row["gib"] is None else f"{row['gib']:.1f}",
+            row["paper"] or "–",
+            row["target"] or "–",
+        ]
+        for row in data
+    ]
     heads = ["method", "ms a step", "× CLIP (of the rounds)", "GiB", "paper, × CLIP an epoch", "target"]
     model = "a tiny model: the times mean nothing" if arguments.tiny else "ViT-B/16"
     about = f"{model}, batch {arguments.batch}, captions of {batch.tokens.shape[1]} tokens"

@@ -1,11 +1,17 @@
 """One training step of open_clip's CLIP, our CLIP and PowerCLIP in several settings: same towers, data and batch.
 
-    python benchmarks/step.py --trees DATA/captions10k/trees.tsv.gz     # on a GPU: ViT-B/16, 512 pairs
+    python benchmarks/step.py --trees DATA/captions10k/trees.tsv.gz     # on a GPU: ViT-B/16, 512 × 4,096 pairs
     python benchmarks/step.py --tiny                                    # on a CPU, in seconds: shows that it works
 
-open_clip's step is its own model and its own ClipLoss at its own 77 tokens; ours encode captions at their length. All
-use the same precision, compilation and optimiser. Captions and trees are real ones when a file of trees is given, else
-those of the embedded scenes; pictures are noise, which costs the same. Writes a JSON file and a Markdown table.
+Ours is the step of one rank of eight: 512 pictures against the 4,096 captions that it would have gathered. The other
+ranks are pretended, they hold the same pairs; so everything is computed and nothing is sent. open_clip's step is its
+own model and its own ClipLoss at its own 77 tokens, 512 × 512 pairs; ours encode captions at their length. All use the
+same precision, compilation and optimiser. Captions and trees are real ones when a file of trees is given, else those of
+the embedded scenes; pictures are noise, which costs the same.
+
+Steps are timed in rounds, one of each kind in turn, so that a GPU that warms up slows all of them; the table has the
+median of the rounds and the share of the data sheet's bf16 rate that the towers reach. Writes a JSON file and a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -13,11 +19,13 @@ from __future__ import annotations
 import argparse
 import gc
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from measure import RESULTS, markdown, measure, origin, write_result
@@ -26,17 +34,21 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import random_boxes
 from powerclip.alignment.trees import Tree, parse_bracketed
-from powerclip.data.batch import Batch
+from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import read_trees
 from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import build
 from powerclip.errors import UserError
+from powerclip.ranks import Ranks
+from powerclip.train.chip import ChipShare
 from powerclip.train.loop import train_step
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
 from powerclip.train.state import start
 from powerclip.train.towers import in_bf16, is_compiled
+
+T = TypeVar("T")
 
 TINY = {
     "embed_dim": 32,
@@ -50,17 +62,51 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerCLIP-NLA, all": ("powerclip", {"negatives": "all"}),
     "PowerCLIP-exact, hardest": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "PowerCLIP-exact, k = 32": ("powerclip", {"aggregation": "exact", "negatives": "k"}),
+    "PowerCLIP-exact, hardest, M = 14": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "plain autograd NLA, k = 32": ("powerclip", {"negatives": "k", "gradient": "autograd", "backend": "reference"}),
 }
-# The plain exact loss asks for 2^M numbers for each node and picture: only kernels make it a step on a GPU.
-NEEDS_KERNELS = tuple(name for name in OURS if "exact" in name)
+OPEN_CLIP = "open_clip CLIP, 77 tokens"
+
+
+@dataclass(frozen=True)
+class Pretended(Ranks):
+    """One of several ranks; the others hold the same as this one and cost nothing."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values.repeat(self.count, *[1] * (values.ndim - 1))
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values * self.count
+
+    def mean(self, values: Tensor) -> Tensor:
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        return values
+
+    def exchange(self, values: Tensor) -> Tensor:
+        received = values.unflatten(0, (self.count, -1))
+        if values.is_floating_point():
+            return received
+        # Names of images: each rank has its own, so that the hardest ones are spread over ranks as they would be.
+        shape = (-1, *[1] * (received.ndim - 1))
+        return received + torch.arange(self.count, device=values.device).view(shape) * received.shape[1]
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        pass
+
+    def numbers(self, *values: int) -> list[tuple[int, ...]]:
+        return [values] * self.count
+
+    def collect(self, value: T) -> list[T]:
+        return [value] * self.count
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
-    ms: float | None = None
-    spread: float | None = None
+    ms: float | None = None  # median of the rounds' medians
+    rounds: list[float] = field(default_factory=list)
     images_per_second: float | None = None
     gib: float | None = None  # peak, with weights and optimiser state
     note: str = ""
@@ -74,30 +120,44 @@ def main() -> None:
     parser.add_argument("--regions", type=int, default=10, help="M")
     parser.add_argument("--backend", default="auto", help="auto, reference, torch or triton")
     parser.add_argument("--trees", type=Path, help="TSV file of bracketed trees, one caption each")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--compile", default="auto", help="auto, always, blocks or never")
+    parser.add_argument("--ranks", type=int, default=8, help="of which this is one; the others are pretended")
+    parser.add_argument("--only", action="append", help="steps whose name contains this; may be given several times")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="steps in a round")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    pairs, repeats = (16, 2) if arguments.tiny else (arguments.batch, arguments.repeats)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pairs, repeats = (16, 1) if arguments.tiny else (arguments.batch, arguments.repeats)
     model = ModelSection(config=TINY) if arguments.tiny else ModelSection(name=arguments.model)
-    train = TrainSection(batch_size=pairs, device="cuda" if gpu else "cpu")
-    batch = make_batch(model, pairs, arguments.regions if not arguments.tiny else 4, arguments.trees)
-    batch = batch.to(train.device)
+    train = TrainSection(batch_size=pairs, device=device.type, compile=arguments.compile)
+    batches = {
+        count: make_batch(model, pairs, count, arguments.trees).to(device)
+        for count in ((4, 5) if arguments.tiny else (arguments.regions, 14))
+    }
+    few, many = batches
+    ranks = Pretended(0, arguments.ranks)
 
-    rows = [timed("open_clip CLIP, 77 tokens", pairs, repeats, train, lambda: open_clip_step(model, train, batch))]
-    for name, (objective, settings) in OURS.items():
-        settings = {"backend": arguments.backend, **settings}
-        if name in NEEDS_KERNELS and gpu and arguments.backend == "auto":
-            settings["backend"] = "triton"
+    def ours(name: str) -> Callable[[], object]:
+        objective, settings = OURS[name]
+        batch = batches[many if "M = 14" in name else few]
         recipe = Recipe(
             model=model,
             objective=objective,
             regions=RegionsSection(count=batch.regions.shape[1]),
-            alignment=AlignmentConfig(**settings),
+            alignment=AlignmentConfig(**{"backend": arguments.backend, **settings}),
             train=train,
         )
-        rows.append(timed(name, pairs, repeats, train, lambda recipe=recipe: our_step(recipe, batch)))
-    report(rows, batch, arguments.output, "step-tiny" if arguments.tiny else f"step-{train.device}")
+        return our_step(recipe, batch, ranks)
+
+    steps: dict[str, Callable[[], Callable[[], object]]] = {
+        OPEN_CLIP: lambda: open_clip_step(model, train, batches[few]),
+        **{name: partial(ours, name) for name in OURS},
+    }
+    wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
+    rows = timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device)
+    shares = chip_shares(rows, model, batches[few], device)
+    report(rows, shares, batches[few], arguments, device, "step-tiny" if arguments.tiny else f"step-{device.type}")
 
 
 def make_batch(model: ModelSection, pairs: int, regions: int, trees: Path | None) -> Batch:
@@ -105,7 +165,10 @@ def make_batch(model: ModelSection, pairs: int, regions: int, trees: Path | None
     captions = real_captions(trees, pairs) if trees else scene_captions(pairs)
     tokenizer = CaptionTokenizer(context_length=encoder.context_length)
     tokenized = [tokenizer.encode(caption) for caption, _ in captions]
-    tokens = tokenizer.pad([caption.ids for caption in tokenized], multiple=8)
+    order = sorted(range(pairs), key=lambda number: len(tokenized[number].ids))  # as the loaders do for a GPU
+    captions, tokenized = [captions[number] for number in order], [tokenized[number] for number in order]
+    tokens = tokenizer.pad([caption.ids for caption in tokenized], multiple=16)
+    longest = len(tokenized[shorter_captions(pairs) - 1].ids)
     generator = torch.Generator().manual_seed(0)
     return Batch(
         images=torch.randn(pairs, 3, *encoder.image_size, generator=generator),
@@ -113,6 +176,7 @@ def make_batch(model: ModelSection, pairs: int, regions: int, trees: Path | None
         regions=random_boxes(pairs, regions, encoder.grid, generator),
         phrases=pack_phrases([tree for _, tree in captions], tokenized, tokens.shape[1]),
         keys=[str(number) for number in range(pairs)],
+        short=min(-(-longest // 16) * 16, tokens.shape[1]),
     )
 
 
@@ -132,8 +196,8 @@ def real_captions(path: Path, count: int) -> list[tuple[str, Tree]]:
     return captions
 
 
-def our_step(recipe: Recipe, batch: Batch) -> Callable[[], object]:
-    state = start(recipe)
+def our_step(recipe: Recipe, batch: Batch, ranks: Ranks) -> Callable[[], object]:
+    state = replace(start(recipe), ranks=ranks)
     return lambda: train_step(state, batch, recipe)
 
 
@@ -163,44 +227,106 @@ def open_clip_step(model: ModelSection, train: TrainSection, batch: Batch) -> Ca
     return step
 
 
-def timed(name: str, pairs: int, repeats: int, train: TrainSection, prepare: Callable[[], Callable[[], object]]) -> Row:
-    device = torch.device(train.device)
-    try:
-        found = measure(prepare(), device, repeats, warmup=3)
-        row = Row(name, found.ms, found.spread, 1000 * pairs / found.ms, found.peak_gib)
-    except torch.OutOfMemoryError:
-        row = Row(name, note="out of memory")
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    print(name, "–" if row.ms is None else f"{row.ms:.1f} ms", row.note, flush=True)
-    return row
+def timed(
+    steps: Mapping[str, Callable[[], Callable[[], object]]], pairs: int, repeats: int, rounds: int, device: torch.device
+) -> list[Row]:
+    """Each step made and tried, then all of them timed in turn."""
+    rows = {name: Row(name) for name in steps}
+    ready: dict[str, Callable[[], object]] = {}
+    for name, prepare in steps.items():
+        held = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0  # by the steps before
+        try:
+            step = prepare()
+            found = measure(step, device, 1, warmup=3)
+            rows[name] = replace(rows[name], gib=None if found.peak_gib is None else found.peak_gib - held)
+            ready[name] = step
+        except torch.OutOfMemoryError:
+            rows[name] = replace(rows[name], note="out of memory")
+        print(name, rows[name].note or "ready", flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(rounds):
+        for name, step in ready.items():
+            times[name].append(measure(step, device, repeats, warmup=1).ms)
+    for name, found in times.items():
+        ms = statistics.median(found)
+        rows[name] = replace(rows[name], ms=ms, rounds=found, images_per_second=1000 * pairs / ms)
+    return list(rows.values())
 
 
-def report(rows: list[Row], batch: Batch, folder: Path, name: str) -> None:
+def chip_shares(rows: list[Row], model: ModelSection, batch: Batch, device: torch.device) -> dict[str, float]:
+    """The share of the GPU's bf16 rate that each step's towers reach, by its name."""
+    shares = {}
+    for row in rows:
+        if row.images_per_second is None:
+            continue
+        objective, _ = OURS.get(row.name, ("clip", {}))
+        length = 77 if row.name == OPEN_CLIP else round(batch.padded_length)
+        found = ChipShare(Recipe(model=model, objective=objective), device).read(row.images_per_second, length)
+        if found:
+            shares[row.name] = found["chip_share"]
+    return shares
+
+
+def report(
+    rows: list[Row],
+    shares: Mapping[str, float],
+    batch: Batch,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    name: str,
+) -> None:
     made = origin()
-    ours = next(row for row in rows if row.name == "our CLIP")
+    by_name = {row.name: row for row in rows}
 
-    def ratio(value: float | None, base: float | None) -> str:
-        return "–" if value is None or not base else f"{value / base:.3f}"
+    def ratio(row: Row, base: str) -> str:
+        other = by_name.get(base)
+        if other is None or row.ms is None or other.ms is None:
+            return "–"
+        # Each round is compared with the other's of the same round.
+        return f"{statistics.median(a / b for a, b in zip(row.rounds, other.rounds, strict=True)):.3f}"
+
+    def memory(row: Row) -> str:
+        base = by_name.get("our CLIP")
+        return "–" if row.gib is None or base is None or base.gib is None else f"{row.gib / base.gib:.3f}"
 
     cells = [
         [
             row.name,
-            "–" if row.ms is None else f"{row.ms:.1f} ± {row.spread:.1f}",
+            "–" if row.ms is None else f"{row.ms:.1f}",
             "–" if row.images_per_second is None else f"{row.images_per_second:.0f}",
             "–" if row.gib is None else f"{row.gib:.2f}",
-            ratio(row.ms, ours.ms),
-            ratio(row.gib, ours.gib),
+            ratio(row, "our CLIP"),
+            memory(row),
+            ratio(row, OPEN_CLIP),
+            f"{shares[row.name]:.0%}" if row.name in shares else "–",
             row.note,
         ]
         for row in rows
     ]
-    nodes = len(batch.phrases.node_start) / len(batch)
-    facts = {"pairs": len(batch), "M": batch.regions.shape[1], "mean K": round(nodes, 2), "L": batch.tokens.shape[1]}
+    facts = {
+        "pairs": f"{len(batch)} × {len(batch) * arguments.ranks}",
+        "M": batch.regions.shape[1],
+        "mean K": round(len(batch.phrases.node_start) / len(batch), 2),
+        "tokens a caption": f"{batch.padded_length:.1f} padded",
+    }
+    heads = (
+        "step",
+        "ms",
+        "images/s",
+        "GiB",
+        "time / our CLIP",
+        "memory / our CLIP",
+        "time / open_clip",
+        "of the chip's bf16 rate",
+        "note",
+    )
     text = "# A training step\n\n" + ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n"
-    text += markdown(cells, ("step", "ms", "images/s", "GiB", "time / our CLIP", "memory / our CLIP", "note"))
-    path = write_result(folder, name, made, {"batch": facts, "rows": [asdict(row) for row in rows]}, text)
+    text += markdown(cells, heads)
+    data = {"batch": facts, "rows": [asdict(row) for row in rows], "chip_share": dict(shares)}
+    path = write_result(arguments.output, name, made, data, text)
     print(f"{text}\n\n{path}.json, .md")
 
 

@@ -1,20 +1,29 @@
-"""The command line: `powerclip train · compare · quickstart · ground · evaluate · tables · analyse`.
+"""The command line: `powerclip annotate · index · train · compare · quickstart · ground · evaluate · tables · analyse`.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from powerclip import __version__
 from powerclip.errors import UserError
+from powerclip.train.signals import EXIT_STOPPED, Stopped
+
+if TYPE_CHECKING:
+    from powerclip.annotate.job import Job
+
+# Seconds in which torchrun ends all ranks after the first one has failed.
+FIRST_RANK_SPEAKS = 10
 
 app = typer.Typer(
     name="powerclip",
@@ -41,17 +50,32 @@ def main() -> None:
 
 def fail(message: str) -> NoReturn:
     """Print an error as one line and exit with code 2."""
+    if later_rank():
+        # Most errors strike all ranks alike, and torchrun ends the others once the first has failed. Whoever is still
+        # here after a while has failed alone.
+        time.sleep(FIRST_RANK_SPEAKS)
+        message = f"rank {os.environ['RANK']}: {message}"
     print(f"powerclip: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
+def later_rank() -> bool:
+    """Whether torchrun started this process as another one than its first."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 @contextmanager
 def interruptible(advice: str) -> Iterator[None]:
-    """Turn Ctrl-C into a line that says how to go on, and the shell's exit code for it."""
+    """Turn Ctrl-C, or a run that a scheduler stopped, into a line that says how to go on, and an exit code for it."""
     try:
         yield
+    except Stopped as stopped:
+        if not later_rank():
+            print(f"powerclip: {stopped}; {advice}", file=sys.stderr)
+        raise typer.Exit(EXIT_STOPPED) from None
     except KeyboardInterrupt:
-        print(f"powerclip: interrupted; {advice}", file=sys.stderr)
+        if not later_rank():
+            print(f"powerclip: interrupted; {advice}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -76,7 +100,10 @@ def options(
     "  powerclip train --recipe recipes/quickstart/powerclip.yaml\n"
     "  powerclip train --recipe quickstart/clip optim.lr=5e-4 train.steps=500 --output runs/longer\n"
     "  powerclip train --recipe quickstart/clip --output runs/longer --resume\n"
-    "  POWERCLIP_DATA=~/data powerclip train --recipe captions10k/powerclip"
+    "  powerclip train --recipe cc12m/powerclip_r --resume auto --output runs/r     # in a job that may be preempted\n"
+    "  powerclip train --recipe cc12m/powerclip_r --dry-run\n"
+    "  POWERCLIP_DATA=~/data powerclip train --recipe captions10k/powerclip\n"
+    "  torchrun --nproc-per-node 8 -m powerclip train --recipe captions10k/powerclip"
 )
 def train(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe file, or the name of a shipped one.")],
@@ -86,25 +113,49 @@ def train(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The run's folder. [default: runs/NAME-OF-RECIPE]")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished run in the folder.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the unfinished run in the folder; '--resume auto' begins one where there is none.",
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would run, how large it is and how long it takes; write nothing."),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End at the first bad sample or annotation; the same as data.strict=true.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
     """Train a model as a recipe says.
 
     The folder gets the recipe as it was run, metrics.jsonl, tensorboard files, checkpoints, and at the end the model
     as an open_clip directory and results.json with the scores that the recipe's evaluation section asks for.
+
+    SIGUSR1 writes a checkpoint. SIGTERM finishes the step, writes a checkpoint and ends with exit code 75: the same
+    command with --resume goes on.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: continue the run or replace it")
     from powerclip.train.recipe import find_recipe, load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    # An option with an optional value would swallow the override that follows it.
+    auto = resume and "auto" in (overrides or ())
+    changes = [override for override in overrides or () if not (auto and override == "auto")]
+    loaded = load_recipe(recipe, [*changes, *(["data.strict=true"] if strict else [])])
     folder = output or Path("runs") / find_recipe(recipe).stem
     with interruptible(f"continue with the same command and --resume (the run is in {folder})"):
+        if dry_run:
+            from powerclip.train.dry_run import dry_run as rehearse
+
+            rehearse(loaded, folder, quiet=quiet)
+            return
         from powerclip.train.loop import train as run
 
-        run(loaded, folder, resume=resume, overwrite=overwrite, quiet=quiet)
+        run(loaded, folder, resume="auto" if auto else resume, overwrite=overwrite, quiet=quiet)
 
 
 @app.command(
@@ -208,7 +259,9 @@ def ground(
     epilog="\b\nExamples:\n"
     "  powerclip evaluate photos/ captions.csv --model runs/quickstart/seed-0/powerclip/model\n"
     "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
-    "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k"
+    "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
+    "  powerclip evaluate --model my/model --pointing boxes.json\n"
+    "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
     model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
@@ -220,6 +273,10 @@ def evaluate(
     ] = None,
     pretrained: Annotated[
         str | None, typer.Option("--pretrained", help="A tag of open_clip's weights, or a file with weights.")
+    ] = None,
+    pointing: Annotated[
+        list[Path] | None,
+        typer.Option("--pointing", help="A .json of phrases and boxes: the pointing game; may be repeated."),
     ] = None,
     suite: Annotated[
         str | None,
@@ -249,6 +306,7 @@ def evaluate(
             model,
             paths or [],
             pretrained=pretrained,
+            pointing=pointing or [],
             suite=suite,
             data=data,
             datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],
@@ -286,6 +344,171 @@ def tables(
         print(f"tables: {output}")
 
 
+annotate_app = typer.Typer(
+    help="Give every sample of a corpus its parse trees and regions, in sidecars beside its shards.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(annotate_app, name="annotate")
+
+ShardsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="SHARDS…", help="Tars, a folder of them, '{00000..00099}.tar', @list.txt, or URLs."),
+]
+SidecarsOption = Annotated[
+    Path | None, typer.Option("--sidecars", help="A folder for the sidecars. [default: beside the shards]")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Processes. [default: one a GPU, or one a core]")
+]
+EngineOption = Annotated[str, typer.Option("--engine", help="local: processes of this machine; ray: a cluster.")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="The Ray cluster (auto, ray://head:10001). [default: start one here]")
+]
+AnnotateDeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto takes a GPU if any.")]
+AnnotateQuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print what went wrong only.")]
+
+
+@annotate_app.callback()
+def annotating() -> None:
+    """Give every sample of a corpus its parse trees and regions, in sidecars beside its shards."""
+
+
+@annotate_app.command(
+    "trees",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate trees cc12m/*.tar\n"
+    "  powerclip annotate trees 'cc12m/{00000..01242}.tar' --sidecars sidecars/cc12m --workers 16\n"
+    "  powerclip annotate trees @shards.txt --sidecars sidecars --parser stanza --engine ray --address auto",
+)
+def annotate_trees(
+    shards: ShardsArgument,
+    parser: Annotated[str, typer.Option("--parser", help="embedded, stanza, benepar or flat.")] = "embedded",
+    sidecars: SidecarsOption = None,
+    workers: WorkersOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    device: AnnotateDeviceOption = "auto",
+    quiet: AnnotateQuietOption = False,
+) -> None:
+    """Parse every caption.
+
+    What is done already is skipped; what was made from other captions or by another parser is done again. Ctrl-C
+    finishes the shards that have begun; the same command goes on with the rest.
+    """
+    from powerclip.annotate.job import Job
+
+    run_annotation(Job("trees", parser, sidecars, device), shards, workers, engine, address, quiet)
+
+
+@annotate_app.command(
+    "regions",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate regions cc12m/*.tar\n"
+    "  powerclip annotate regions cc12m/*.tar --segmenter mobile_sam --weights mobile_sam.pt --set points=32\n"
+    "  powerclip annotate regions cc12m/*.tar --segmenter sam2 --weights facebook/sam2.1-hiera-large\n"
+    "  powerclip annotate regions coco/*.tar --segmenter coco --weights instances_train2017.json",
+)
+def annotate_regions(
+    shards: ShardsArgument,
+    segmenter: Annotated[
+        str, typer.Option("--segmenter", help="superpixels, mobile_sam, sam2 or coco.")
+    ] = "superpixels",
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", help="MobileSAM's file, SAM 2's name or folder, or the JSON file with COCO's masks."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the segmenter; repeatable.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Pictures that the segmenter sees at once.")] = 8,
+    sidecars: SidecarsOption = None,
+    workers: WorkersOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    device: AnnotateDeviceOption = "auto",
+    quiet: AnnotateQuietOption = False,
+) -> None:
+    """Find the regions of every picture.
+
+    Random boxes, the default of training, need none of this. What is done already is skipped; what was made from other
+    pictures, by another segmenter or with other settings is done again.
+    """
+    from powerclip.annotate.job import Job, parse_settings
+
+    options = parse_settings(settings or [])
+    job = Job("regions", segmenter, sidecars, device, weights=weights, options=options, batch=batch)
+    run_annotation(job, shards, workers, engine, address, quiet)
+
+
+def run_annotation(
+    job: Job, shards: list[str], workers: int | None, engine: str, address: str | None, quiet: bool
+) -> None:
+    """What `annotate trees` and `annotate regions` share."""
+    with interruptible("the shard that was being annotated is as it was; the same command goes on with it"):
+        from powerclip.annotate.run import annotate, exit_code
+        from powerclip.annotate.shards import list_shards
+
+        tally = annotate(list_shards(shards), job, workers=workers, engine=engine, address=address, quiet=quiet)
+    code = exit_code(tally)
+    if code == 130:
+        print("powerclip: interrupted; the same command goes on with the shards that are left", file=sys.stderr)
+    if code:
+        raise typer.Exit(code)
+
+
+@annotate_app.command(
+    "status",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate status sidecars/cc12m\n"
+    "  powerclip annotate status cc12m/*.tar --sidecars sidecars/cc12m",
+)
+def annotate_status(
+    places: Annotated[
+        list[str], typer.Argument(metavar="DIR|SHARDS…", help="A folder of sidecars, or the shards they belong to.")
+    ],
+    sidecars: SidecarsOption = None,
+) -> None:
+    """Say how much is annotated, by whom, what had to fall back, and what a sample's annotations weigh."""
+    from powerclip.annotate.shards import list_shards
+    from powerclip.annotate.status import cover_folder, cover_shards, status_lines
+
+    if sidecars is None and len(places) == 1 and Path(places[0]).is_dir():
+        found = cover_folder(Path(places[0]))
+    else:
+        found = cover_shards(list_shards(places), sidecars)
+    print("\n".join(status_lines(found)))
+
+
+@app.command(
+    epilog="\b\nExamples:\n  powerclip index '/data/cc12m/{00000..01242}.tar'\n"
+    "  powerclip index '/data/cc12m/*.tar' --sidecars sidecars/cc12m --strict"
+)
+def index(
+    shards: Annotated[
+        list[str], typer.Argument(metavar="SHARDS…", help="As data.shards: paths, patterns, braces or @list.txt.")
+    ],
+    sidecars: Annotated[
+        Path | None, typer.Option("--sidecars", help="Where indices are kept. [default: beside the shards]")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Whatever is missing or damaged is an error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Note where the samples of shards lie, as the first run that reads them would, and count them.
+
+    Worth a command of its own before hundreds of processes start: each tar is read once, by all cores of one machine.
+    """
+    from powerclip.data.shards import expand_shards, open_shards
+
+    paths = [path for text in shards for path in expand_shards(text, "SHARDS")]
+    found = open_shards(paths, sidecars, strict=strict, progress=not quiet)
+    if not quiet:
+        print(found.summary())
+        for what, damaged in found.damage.items():
+            print(f"{what}: {', '.join(map(str, damaged[:5]))}{' …' * (len(damaged) > 5)}")
+
+
 analyse_app = typer.Typer(
     help="Measure the method itself.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
@@ -318,6 +541,35 @@ def analyse_nla(
         for study in analyse(output, model, batches=batches, seed=seed):
             print("\n".join(lines(study)))
     print(f"figure and numbers: {output / 'nla.png'}, nla.json")
+
+
+@analyse_app.command(
+    "cost",
+    epilog="\b\nExamples:\n"
+    "  powerclip analyse cost\n"
+    "  powerclip analyse cost --from benchmarks/results/2026-11-15-methods-cuda.json -o runs/h200",
+)
+def analyse_cost(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Draw these results, of this command or of benchmarks/; may be repeated."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where cost.png and cost.json go.")] = Path(
+        "runs/cost"
+    ),
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: a GPU]")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+) -> None:
+    """Measure a training step against the number of regions, and of every method beside CLIP.
+
+    ViT-B/16 on a GPU, small towers on a CPU (about five minutes).
+    """
+    with interruptible("nothing was written"):
+        from powerclip.analysis.cost import analyse, lines
+
+        found = analyse(output, sources or (), device=device, say=(lambda text: None) if quiet else print)
+    print("\n".join(lines(found)))
+    print(f"figure: {output / 'cost.png'}" + ("" if sources else ", numbers: cost.json"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 |-----------|-----------------------------------------------------------------------|------------|
 | reference | the formulas as they are written, differentiated by autograd          | everything |
 | torch     | compiled on a GPU; on a CPU in blocks, with its gradient recomputed    | everything |
-| triton    | fused kernels that score; the gradient as `torch`'s, or by `reference` | NVIDIA GPU |
+| triton    | fused kernels that score and differentiate                            | NVIDIA GPU |
+
+`auto` is `triton` on a GPU where the kernels know the settings, else `torch`; on a CPU it is `reference`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Backend = Literal["reference", "torch", "triton"]
 def choose(config: AlignmentConfig, device: torch.device) -> Backend:
     """The backend for tensors on `device`. Raises `ValueError`, saying what is missing, when a forced one cannot be."""
     if config.backend == "auto":
-        return "torch" if device.type == "cuda" else "reference"
+        if device.type != "cuda":
+            return "reference"
+        return "torch" if triton_obstacle(config, device) else "triton"
     if config.backend == "triton" and (obstacle := triton_obstacle(config, device)):
         raise ValueError(f"alignment.backend: triton {obstacle}; use auto, torch or reference")
     return config.backend

@@ -2,7 +2,8 @@
 
 `select` scores all pairs without a graph, finds the pairs that carry a gradient — the diagonal and each row's and
 column's hardest — and differentiates only those: (2k+1)·C pairs instead of C². `autograd` differentiates everything
-and is its reference. Values and gradients are the same.
+and is its reference; so does `select` where a kernel makes that the cheaper way. Values and gradients are the same.
+`spread.py` has the form for a batch on several ranks.
 
 Axes: C pairs of the batch · k negatives of each
 """
@@ -19,7 +20,9 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, hardest, off_diagonal
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.kernels.hardest import hardest_pairs
-from powerclip.alignment.score import pair_similarities, score_all, score_block, score_pairs
+from powerclip.alignment.score import differentiates_all, pair_similarities, score_all, score_block, score_pairs
+from powerclip.alignment.spread import spread_contrast
+from powerclip.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -33,47 +36,53 @@ class Alignment:
     negative: Tensor  # mean S̄ of each image's hardest negative
 
 
-def alignment_loss(parts: Parts, config: AlignmentConfig, scale: Tensor | float | None = None) -> Alignment:
+def alignment_loss(
+    parts: Parts, config: AlignmentConfig, scale: Tensor | float | None = None, ranks: Ranks = ALONE
+) -> Alignment:
     """The loss between C images' regions and C captions' nodes; image i and caption i match.
 
-    `scale` is the softmax's, `config.scale` unless a learned one is given.
+    `scale` is the softmax's, `config.scale` unless a learned one is given. Where the batch is spread over `ranks`, each
+    has the parts of its own pairs and gets a loss whose mean over ranks is that of the whole batch.
     """
-    regions, nodes, segments = parts.regions, parts.nodes, parts.segments
+    regions, segments = parts.regions, parts.segments
     count = len(regions)
-    if count < 2 or count != len(segments):
+    if count * ranks.count < 2 or count != len(segments):
         raise ValueError(f"need as many images as captions and at least 2 pairs, not {count} and {len(segments)}")
     scale = config.scale if scale is None else scale
-    if config.negatives == "all":
-        scores = score_all(regions, nodes, segments, config)
-        positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
-    else:
-        k = 1 if config.negatives == "hardest" else config.k
-        if config.gradient == "autograd":
-            scores = score_all(regions, nodes, segments, config)
-            hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)  # [C, k] each
-        else:
-            with torch.no_grad():
-                score = functools.partial(score_block, regions, nodes, segments, config)
-                hard_captions, hard_images = hardest_pairs(score, count, k)
-        own = torch.arange(count, device=regions.device)
-        image = torch.cat([own, own.repeat_interleave(hard_captions.shape[1]), hard_images.flatten()])
-        caption = torch.cat([own, hard_captions.flatten(), own.repeat_interleave(hard_images.shape[1])])
-        if config.gradient == "autograd":
-            chosen = scores[image, caption]
-        else:
-            chosen = score_pairs(regions, nodes, segments, image, caption, config)
-        positive, row, column = chosen.split([count, hard_captions.numel(), hard_images.numel()])
-        row, column = row.view_as(hard_captions), column.view_as(hard_images)
-    loss = contrast(positive, row, column, config, scale)
-
+    contrasted = _contrast(parts, config, scale) if ranks.alone else spread_contrast(parts, config, scale, ranks)
+    loss, positive, worst = contrasted
     with torch.no_grad():
-        worst = row.amax(-1)
         own = torch.arange(count, device=regions.device)
-        q, real = pair_similarities(regions, nodes, segments, own, own)
+        q, real = pair_similarities(regions, parts.nodes, segments, own, own)
+        empty = ranks.sum(torch.stack([((q.amax(-1) <= 0) & real).sum(), real.sum()]))
         return Alignment(
             loss=loss,
             violation=(worst >= positive).float().mean(),
-            empty=((q.amax(-1) <= 0) & real).sum() / real.sum(),
+            empty=empty[0] / empty[1],
             positive=positive.mean(),
             negative=worst.mean(),
         )
+
+
+def _contrast(parts: Parts, config: AlignmentConfig, scale: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the scores [C] of the matched pairs and of each image's hardest negative."""
+    regions, nodes, segments = parts.regions, parts.nodes, parts.segments
+    count, k = len(regions), 1 if config.negatives == "hardest" else config.k
+    if config.negatives == "all":
+        scores = score_all(regions, nodes, segments, config)
+        positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
+    elif differentiates_all(regions, nodes, config):
+        scores = score_all(regions, nodes, segments, config)
+        positive = scores.diagonal()
+        row, column = scores.gather(1, hardest(scores, k)), scores.T.gather(1, hardest(scores.T, k))
+    else:
+        with torch.no_grad():
+            score = functools.partial(score_block, regions, nodes, segments, config)
+            hard_captions, hard_images = hardest_pairs(score, count, k)  # [C, k] each
+        own = torch.arange(count, device=regions.device)
+        image = torch.cat([own, own.repeat_interleave(hard_captions.shape[1]), hard_images.flatten()])
+        caption = torch.cat([own, hard_captions.flatten(), own.repeat_interleave(hard_images.shape[1])])
+        chosen = score_pairs(regions, nodes, segments, image, caption, config)
+        positive, row, column = chosen.split([count, hard_captions.numel(), hard_images.numel()])
+        row, column = row.view_as(hard_captions), column.view_as(hard_images)
+    return contrast(positive, row, column, config, scale), positive.detach(), row.detach().amax(-1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.ragged import Segments, segment_logsumexp, segment_mean, segment_sum
+from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_mean, segment_sum
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -71,7 +71,9 @@ def log_powerset(x: Tensor, *, empty_set: bool = True) -> Tensor:
     return torch.where(far, torch.logsumexp(x, -1), total + torch.log(-torch.expm1(-total)))
 
 
-def nla_t1(q: Tensor, segments: Segments, tau: float, act: str = "softplus", *, empty_set: bool = True) -> Tensor:
+def nla_t1(
+    q: Tensor, segments: Segments | Rows, tau: float, act: str = "softplus", *, empty_set: bool = True
+) -> Tensor:
     """Definition 1: NLA-T1, the soft T2R similarity [S, B] of q [T, B, M]; with relu the exact one (Corollary 1)."""
     if empty_set:
         best = tau * T1_ACTIVATIONS[act](q / tau).sum(-1)
@@ -85,7 +87,7 @@ def nla_t1(q: Tensor, segments: Segments, tau: float, act: str = "softplus", *, 
 
 
 def nla_t2(
-    q: Tensor, segments: Segments, tau: float, alpha: float, act: str = "tanh", *, empty_set: bool = True
+    q: Tensor, segments: Segments | Rows, tau: float, alpha: float, act: str = "tanh", *, empty_set: bool = True
 ) -> Tensor:
     """Definition 2: NLA-T2, the R2T similarity [S, B] of q [T, B, M] between its two bounds.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from powerclip.alignment.ragged import Segments, segment_max, segment_mean
+from powerclip.alignment.ragged import Rows, Segments, segment_max, segment_mean
 from powerclip.alignment.regions import subset_matrix
 
 
@@ -18,11 +18,11 @@ def set_similarities(q: Tensor, *, empty_set: bool = True) -> Tensor:
     return q @ subsets.to(q.dtype).T
 
 
-def exact_r2t(q: Tensor, segments: Segments, *, empty_set: bool = True) -> Tensor:
+def exact_r2t(q: Tensor, segments: Segments | Rows, *, empty_set: bool = True) -> Tensor:
     """Eq. 6: Q→ [S, B], the mean over sets of regions of the best node's similarity."""
     return segment_max(set_similarities(q, empty_set=empty_set), segments).mean(-1)
 
 
-def exact_t2r(q: Tensor, segments: Segments, *, empty_set: bool = True) -> Tensor:
+def exact_t2r(q: Tensor, segments: Segments | Rows, *, empty_set: bool = True) -> Tensor:
     """Eq. 7: Q← [S, B], the mean over nodes of the best set's similarity."""
     return segment_mean(set_similarities(q, empty_set=empty_set).amax(-1), segments)

@@ -40,7 +40,7 @@ class Segments:
         real = place < self.lengths.unsqueeze(-1)
         return torch.where(real, first.unsqueeze(-1) + place, 0), real
 
-    def lengths_like(self, values: Tensor) -> Tensor:
+    def lengths_like(self: Segments | Rows, values: Tensor) -> Tensor:
         """The lengths [S, 1, …] in the dtype of `values` [S, …], ready to divide by."""
         return self.lengths.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
 
@@ -60,28 +60,49 @@ class _Pad(torch.autograd.Function):
         return gradients[0][index, place], None, None, None, None
 
 
-def pad(values: Tensor, segments: Segments, fill: float) -> Tensor:
+@dataclass(frozen=True)
+class Rows:
+    """Groups whose members lie in the rows of a rectangle already, T = S·K; those behind a group's end do not count."""
+
+    lengths: Tensor  # [S] members of each group
+    longest: int  # K
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def real(self) -> Tensor:
+        """Which places of the rectangle hold a member [S, K]."""
+        return torch.arange(self.longest, device=self.lengths.device) < self.lengths.unsqueeze(-1)
+
+    lengths_like = Segments.lengths_like
+
+
+def pad(values: Tensor, segments: Segments | Rows, fill: float) -> Tensor:
     """Members [T, …] as rows [S, K, …], with `fill` where a group has ended."""
+    if isinstance(segments, Rows):
+        rows = values.unflatten(0, (len(segments), segments.longest))
+        return torch.where(segments.real.view(*rows.shape[:2], *[1] * (values.ndim - 1)), rows, fill)
     members, real = segments.rows()
     return _Pad.apply(values, segments.index, members, real, fill)
 
 
-def segment_sum(values: Tensor, segments: Segments) -> Tensor:
+def segment_sum(values: Tensor, segments: Segments | Rows) -> Tensor:
     """Sum of each group: [T, …] → [S, …]."""
     return pad(values, segments, 0.0).sum(1)
 
 
-def segment_mean(values: Tensor, segments: Segments) -> Tensor:
+def segment_mean(values: Tensor, segments: Segments | Rows) -> Tensor:
     """Mean of each group: [T, …] → [S, …]."""
     total = segment_sum(values, segments)
     return total / segments.lengths_like(total)
 
 
-def segment_max(values: Tensor, segments: Segments) -> Tensor:
+def segment_max(values: Tensor, segments: Segments | Rows) -> Tensor:
     """Maximum of each group: [T, …] → [S, …]. Tied members share the gradient."""
     return pad(values, segments, -torch.inf).amax(1)
 
 
-def segment_logsumexp(values: Tensor, segments: Segments) -> Tensor:
+def segment_logsumexp(values: Tensor, segments: Segments | Rows) -> Tensor:
     """log Σ exp of each group, with the maximum taken out: [T, …] → [S, …]."""
     return pad(values, segments, -torch.inf).logsumexp(1)

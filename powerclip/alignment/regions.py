@@ -5,6 +5,8 @@ Axes: C images · M regions · N patches · D width
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,24 +24,52 @@ def random_boxes(
     `largest` is the longest side as a share of the grid's.
     """
     device = generator.device if generator is not None else "cpu"
+    draws = [torch.rand(count, regions, generator=generator, device=device) for _ in range(4)]
+    return boxes_of(torch.stack(draws), grid, largest)
 
-    def spans(cells: int) -> Tensor:
-        centre = torch.rand(count, regions, 1, generator=generator, device=device) * cells
-        half = torch.rand(count, regions, 1, generator=generator, device=device) * cells * largest / 2
-        cell = torch.arange(cells, device=device)
+
+def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tensor:
+    """The boxes [C, M, N] that `random_boxes` makes of numbers in [0, 1) [4, C, M]: centre, height, centre, width."""
+
+    def spans(centre: Tensor, length: Tensor, cells: int) -> Tensor:
+        centre, half = centre.unsqueeze(-1) * cells, length.unsqueeze(-1) * cells * largest / 2
+        cell = torch.arange(cells, device=draws.device)
         # A cell belongs to the box when its middle does; the cell under the centre always does.
         inside = (cell + 0.5 - centre).abs() <= half
         return inside | (cell == centre.floor().clamp(max=cells - 1))  # [C, M, cells]
 
-    rows, columns = spans(grid[0]), spans(grid[1])
+    rows, columns = spans(draws[0], draws[1], grid[0]), spans(draws[2], draws[3], grid[1])
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).flatten(2)
 
 
-def embed_regions(patches: Tensor, masks: Tensor) -> Tensor:
-    """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features under each mask."""
+def embed_regions(patches: Tensor, masks: Tensor, centre: Tensor | None = None) -> Tensor:
+    """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features under each mask.
+
+    With a `centre` (any shape that [C, 1, D] can take), it is what is subtracted from every patch; the sum is linear,
+    so that it is subtracted from the M sums instead of the N patches.
+    """
     # Similarities that carry a gradient are float32, whatever the towers compute in.
-    patches = patches.float()
-    return F.normalize(masks.to(patches.dtype) @ patches, dim=-1)
+    if patches.is_cuda and patches.dtype == torch.bfloat16:
+        sums = _HalfSums.apply(patches, masks)
+    else:
+        sums = masks.float() @ patches.float()
+    if centre is not None:
+        sums = sums - masks.sum(-1, keepdim=True) * centre
+    return F.normalize(sums, dim=-1)
+
+
+class _HalfSums(torch.autograd.Function):
+    """Sums of bf16 patches under masks in float32, without a float32 copy of the patches."""
+
+    @staticmethod
+    def forward(ctx: Any, patches: Tensor, masks: Tensor) -> Tensor:
+        ctx.save_for_backward(masks)
+        return torch.bmm(masks.to(patches.dtype), patches, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (masks,) = ctx.saved_tensors
+        return masks.bfloat16().mT @ gradients[0].bfloat16(), None
 
 
 # 2^16 sets are 65,536 similarities for each node and image; the next region doubles that.

@@ -17,20 +17,20 @@ from powerclip.alignment.kernels import nla_recompute
 from powerclip.alignment.kernels.recompute import Way, by_autograd, recompute
 from powerclip.alignment.nla import nla_t1, nla_t2
 from powerclip.alignment.powerset import exact_r2t
-from powerclip.alignment.ragged import Segments, segment_logsumexp, segment_max, segment_mean
+from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_max, segment_mean
 
 # Most elements of the largest intermediate of one block of images: 512 MB in float32.
 BLOCK_ELEMENTS = 2**27
 
 
-def aggregate(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+def aggregate(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
     """S̄ (or Q̄ when exact) [S, B] of the similarities q [T, B, M] of nodes with single regions."""
     terms = [_t2r(q, segments, config)] if config.t2r else []
     terms += [_r2t(q, segments, config)] if config.r2t else []
     return torch.stack(terms).sum(0)
 
 
-def _t2r(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+def _t2r(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
     exact, count = config.aggregation == "exact", q.shape[-1]
     if not config.region_sets:
         best = q.amax(-1) if exact else config.tau * torch.logsumexp(q / config.tau, -1)
@@ -44,7 +44,7 @@ def _t2r(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     return score / count if config.similarity == "mean" else score
 
 
-def _r2t(q: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+def _r2t(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
     exact = config.aggregation == "exact"
     if not config.region_sets:
         best = segment_max(q, segments) if exact else config.tau * segment_logsumexp(q / config.tau, segments)
@@ -86,13 +86,17 @@ def score_block(
 def _score_by_kernels(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     # Triton is imported only by those who use it.
     if config.aggregation == "exact":
-        from powerclip.alignment.kernels.exact_r2t import exact_score as score
-    else:
-        from powerclip.alignment.kernels.nla_score import nla_score as score
-    if nla_recompute.supports(config):
-        return nla_recompute.nla_recompute(regions, nodes, segments, config, score)
-    way = Way(score, by_autograd(_score_block), _block_size(regions, nodes, config))
-    return recompute(regions, nodes, segments, config, way)
+        from powerclip.alignment.kernels.exact_r2t import exact_score
+
+        way = Way(exact_score, by_autograd(_score_block), _block_size(regions, nodes, config))
+        return recompute(regions, nodes, segments, config, way)
+    if torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad):
+        from powerclip.alignment.kernels.nla_gradient import nla_gradient
+
+        return nla_gradient(regions, nodes, segments, config)
+    from powerclip.alignment.kernels.nla_score import nla_score
+
+    return nla_score(regions, nodes, segments, config)
 
 
 def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:
@@ -117,8 +121,31 @@ def score_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`."""
-    q, real = pair_similarities(regions, nodes, segments, image, caption)
-    return aggregate(q[real].unsqueeze(1), Segments.from_lengths(segments.lengths[caption]), config).squeeze(-1)
+    rows = Rows(segments.lengths[caption], segments.longest)
+    if choose(config, regions.device) != "triton":
+        q, _ = pair_similarities(regions, nodes, segments, image, caption)
+        return aggregate(q.flatten(0, 1).unsqueeze(1), rows, config).squeeze(-1)
+    from powerclip.alignment.kernels.exact_pairs import exact_pairs
+    from powerclip.alignment.kernels.pairs import pairs
+
+    q = pairs(regions, nodes, segments, image, caption)
+    flat = q.flatten(0, 1).unsqueeze(1)
+    if config.aggregation != "exact" or not config.r2t:
+        return aggregate(flat, rows, config).squeeze(-1)
+    score = exact_pairs(q, rows.lengths, empty_set=config.empty_set)
+    score = score / q.shape[-1] if config.similarity == "mean" else score
+    return score + _t2r(flat, rows, config).squeeze(-1) if config.t2r else score
+
+
+def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> bool:
+    """Whether the gradient of all pairs' scores is to be had, or is had for less than that of chosen pairs."""
+    if config.gradient == "autograd":
+        return True
+    if config.aggregation == "exact" or choose(config, regions.device) != "triton":
+        return False
+    from powerclip.alignment.kernels.nla_gradient import keeps_similarities
+
+    return keeps_similarities(regions, nodes)
 
 
 def pair_similarities(

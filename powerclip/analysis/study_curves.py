@@ -13,6 +13,9 @@ from powerclip.train.metrics import read_metrics
 CHARTS = {
     "clip": "CLIP loss",
     "alignment": "Alignment loss",
+    "local": "Local loss",
+    "simclr": "SimCLR loss",
+    "byol": "BYOL loss",
     "violation": "Violation rate",
     "empty": "Empty best sets",
     "logit_scale": "Logit scale",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Batch:
     regions: Tensor  # [C, M, N] bool
     phrases: Phrases
     keys: list[str]
+    counts: Mapping[str, int] = field(default_factory=dict)  # what was skipped or replaced to make it, by name
+    short: int = 0  # when captions are in the order of their lengths: tokens that all but the last eighth fit into
 
     def __len__(self) -> int:
         return len(self.images)
@@ -31,4 +34,28 @@ class Batch:
             regions=self.regions.to(device, non_blocking=non_blocking),
             phrases=self.phrases.to(device, non_blocking=non_blocking),
             keys=self.keys,
+            counts=self.counts,
+            short=self.short,
         )
+
+    @property
+    def token_groups(self) -> Tensor | tuple[Tensor, Tensor]:
+        """The tokens as the text tower reads them: in two groups where that saves padding, else [C, L].
+
+        One caption in a hundred is three times as long as the others; with it in one group, all are padded to its length.
+        """
+        if not 0 < self.short < self.tokens.shape[1]:
+            return self.tokens
+        cut = shorter_captions(len(self))
+        return self.tokens[:cut, : self.short], self.tokens[cut:]
+
+    @property
+    def padded_length(self) -> float:
+        """Tokens, padding included, that the text tower reads of a caption on average."""
+        groups = self.token_groups
+        return sum(group.numel() for group in groups) / len(self) if isinstance(groups, tuple) else groups.shape[1]
+
+
+def shorter_captions(count: int) -> int:
+    """How many of `count` captions in the order of their lengths make the group of the shorter ones."""
+    return count - count // 8

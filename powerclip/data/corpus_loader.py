@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.regions import random_boxes
-from powerclip.data.batch import Batch
+from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import Corpus
 from powerclip.data.packed import PackedCorpus, pack_corpus, take_phrases, take_tokens
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
-from powerclip.data.stream import BatchLoader, mix
+from powerclip.data.stream import BatchLoader, mix, share_of
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
 
@@ -29,16 +29,19 @@ class CorpusLoader(BatchLoader):
         corpus: what to show; one that is not packed yet is packed here, with `tokenizer` and `nodes`.
         image_size: height and width of the crops, in pixels.
         grid: rows and columns of patches.
-        batch_size: C; the pictures at the end of an epoch's order that do not fill a batch are left out of the epoch.
+        batch_size: C, of all ranks together; the pictures at the end of an epoch's order that do not fill a batch are
+            left out of the epoch.
         regions: M, random boxes of each picture.
         largest_box: longest side of a box, as a share of the picture's.
         crop: smallest share of the picture's area that a crop keeps; 1 shows whole pictures.
         seed: in which order pictures are shown.
         region_seed: which captions, crops and boxes.
         workers: threads that make batches ahead; 0 makes each when it is needed.
+        rank, world_size: which of how many equal shares of each batch to make.
         device: where pictures are kept and cropped.
         length_multiple: token rows are padded to a multiple of it: few different shapes to compile for, and well-shaped
             matrices.
+        sort: order the pairs of a batch by the length of their captions, so that short ones need little padding.
         mean, std: what the image tower wants its pixels normalised with.
         tokenizer, nodes: for a corpus that is not packed yet.
     """
@@ -56,8 +59,11 @@ class CorpusLoader(BatchLoader):
         seed: int = 0,
         region_seed: int = 0,
         workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
         device: torch.device | str = "cpu",
         length_multiple: int = 16,
+        sort: bool = False,
         mean: Sequence[float] = CLIP_MEAN,
         std: Sequence[float] = CLIP_STD,
         tokenizer: CaptionTokenizer | None = None,
@@ -72,8 +78,9 @@ class CorpusLoader(BatchLoader):
         self.corpus = corpus
         self.image_size, self.grid, self.batch_size = image_size, grid, batch_size
         self.regions, self.largest_box = regions, largest_box
-        self.crop, self.length_multiple = crop, length_multiple
+        self.crop, self.length_multiple, self.sort = crop, length_multiple, sort
         self.seed, self.region_seed = seed, region_seed
+        self._own = share_of(batch_size, rank, world_size)
         self._normalise = Normaliser(mean, std, self.device)
 
     @property
@@ -86,22 +93,31 @@ class CorpusLoader(BatchLoader):
         corpus = self.corpus
         epoch, place = divmod(step, self.steps_per_epoch)
         order = torch.randperm(len(corpus.keys), generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
-        chosen = order[place * self.batch_size : (place + 1) * self.batch_size]
-        # The boxes come last: settings that differ in them alone see the same captions and crops.
+        chosen = order[place * self.batch_size : (place + 1) * self.batch_size][self._own]
+        # The boxes come last: settings that differ in them alone see the same captions and crops. All are drawn for all
+        # ranks: a picture has the same ones on any number of them.
         generator = torch.Generator().manual_seed(mix(self.region_seed, step))
-        draw = torch.rand(self.batch_size, generator=generator)
+        draw = torch.rand(self.batch_size, generator=generator)[self._own]
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
-        crops = random_crops(self.batch_size, self.crop, generator)
-        regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)
-        longest, multiple = int(corpus.lengths[caption].max()), self.length_multiple
-        length = min(-(-longest // multiple) * multiple, corpus.context_length)
+        crops = random_crops(self.batch_size, self.crop, generator)[self._own]
+        regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)[self._own]
+        lengths, short = corpus.lengths[caption], 0
+        if self.sort:
+            lengths, by_length = lengths.sort(stable=True)
+            chosen, caption, crops, regions = (values[by_length] for values in (chosen, caption, crops, regions))
+            short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
+        length = self._padded(lengths.max())
         return Batch(
             images=self.crop_images(chosen, crops),
             tokens=self._send(take_tokens(corpus.tokens, caption, length)),
             regions=self._send(regions),
             phrases=take_phrases(corpus.phrases, caption, length).to(self.device, non_blocking=True),
             keys=[corpus.keys[i] for i in chosen.tolist()],
+            short=short,
         )
+
+    def _padded(self, length: Tensor) -> int:
+        return min(-(-int(length) // self.length_multiple) * self.length_multiple, self.corpus.context_length)
 
     def crop_images(self, chosen: Tensor, crops: Tensor) -> Tensor:
         """Crops [C, 3, H, W] of the pictures of those numbers, normalised; the boxes as `random_crops` gives them."""

@@ -47,3 +47,11 @@ class BatchLoader(ABC):
 def mix(seed: int, step: int) -> int:
     """One number for the pair. The CPU generator looks at 32 bits of its seed only: sums would meet."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "little")
+
+
+def share_of(batch_size: int, rank: int, world_size: int) -> slice:
+    """The rows of a batch that fall to one of `world_size` ranks: equal shares, in order."""
+    if batch_size % world_size:
+        raise ValueError(f"a batch of {batch_size} does not divide into {world_size} equal shares")
+    size = batch_size // world_size
+    return slice(rank * size, (rank + 1) * size)

@@ -64,15 +64,25 @@ class DualEncoder(nn.Module):
         """The width D that both towers share."""
         return self.clip.visual.output_dim
 
-    def forward(self, images: Tensor, tokens: Tensor, selector: PatchSelector | None = None) -> Features:
+    def forward(
+        self,
+        images: Tensor,
+        tokens: Tensor | tuple[Tensor, ...],
+        selector: PatchSelector | None = None,
+        *,
+        dense: bool = True,
+    ) -> Features:
         """All features of images [C, 3, H, W] and tokens [C, L], L at most `context_length`.
 
+        Tokens in several groups of rows, each with its own L, give the same features as one group padded to the longest.
+
+        Without `dense` there are no patches and no words, and what only they need is not computed.
         Without a selector, a model configured with patch dropout drops patches at random while it trains.
         """
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
-        pooled, patches, selection = walk_image(self.clip.visual, images, selector)
-        text, words = self.encode_words(tokens)
+        pooled, patches, selection = walk_image(self.clip.visual, images, selector, dense=dense)
+        text, words = self.encode_words(tokens, dense=dense)
         bias = self.clip.logit_bias
         return Features(
             image=self._image_embedding(pooled),
@@ -98,9 +108,14 @@ class DualEncoder(nn.Module):
         """Normalised global embeddings [C, D] of captions."""
         return self._text_embedding(walk_text(self.clip, tokens, self._pad_id)[0])
 
-    def encode_words(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised global embeddings [C, D] and words [C, L, D] of captions."""
-        pooled, words = walk_text(self.clip, tokens, self._pad_id)
+    def encode_words(self, tokens: Tensor | tuple[Tensor, ...], *, dense: bool = True) -> tuple[Tensor, Tensor]:
+        """Normalised global embeddings [C, D] and words [C, L, D] of captions, in one group or in several."""
+        if isinstance(tokens, tuple):
+            encoded = [self.encode_words(group, dense=dense) for group in tokens]
+            longest = max(words.shape[1] for _, words in encoded)
+            padded = [F.pad(words, (0, 0, 0, longest - words.shape[1])) for _, words in encoded]
+            return torch.cat([text for text, _ in encoded]), torch.cat(padded)
+        pooled, words = walk_text(self.clip, tokens, self._pad_id, dense=dense)
         return self._text_embedding(pooled), project(words, text_tower(self.clip).text_projection)
 
     @torch.no_grad()

@@ -48,9 +48,11 @@ class RandomPatches:
 
     def __call__(self, context: PatchContext) -> Tensor:
         """Draw the indices [C, n] on the device of the patches."""
-        count, patches = context.patches.shape[:2]
-        draw = torch.rand(count, patches, device=context.patches.device)
-        return draw.topk(max(1, int(patches * self.keep)), dim=1).indices.sort(dim=1).values
+        return self.choose(torch.rand(context.patches.shape[:2], device=context.patches.device))
+
+    def choose(self, noise: Tensor) -> Tensor:
+        """The indices [C, n] that uniform numbers [C, N] decide on."""
+        return noise.topk(max(1, int(noise.shape[1] * self.keep)), dim=1).indices.sort(dim=1).values
 
 
 def keep_patches(patches: Tensor, kept: Tensor) -> Tensor:

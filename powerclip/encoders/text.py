@@ -65,8 +65,8 @@ def trim(tokens: Tensor) -> Tensor:
     return tokens[:, : int(tokens.argmax(dim=1).max()) + 1]
 
 
-def walk_text(clip: Any, tokens: Tensor, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Pooled [C, D] and words [C, L, D], both after ln_final and before the projection."""
+def walk_text(clip: Any, tokens: Tensor, pad_id: int = 0, *, dense: bool = True) -> tuple[Tensor, Tensor]:
+    """Pooled [C, D] and words [C, L, D], both after ln_final and before the projection. Without `dense`, no words."""
     tower = text_tower(clip)
     length = tokens.shape[1]
     if length > tower.context_length:
@@ -81,7 +81,9 @@ def walk_text(clip: Any, tokens: Tensor, pad_id: int = 0) -> tuple[Tensor, Tenso
     x = tower.transformer(x, attn_mask=mask)
     if getattr(tower, "cls_emb", None) is not None:
         # An appended class token is the pooled one, whatever pool_type says.
-        return tower.ln_final(x[:, -1]), tower.ln_final(x[:, :length])
+        return tower.ln_final(x[:, -1]), tower.ln_final(x[:, : length if dense else 0])
+    if not dense:
+        return tower.ln_final(_pool(tower, x, tokens)), x[:, :0]
     x = tower.ln_final(x)
     return _pool(tower, x, tokens), x[:, :length]
 

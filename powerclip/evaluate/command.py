@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from powerclip.errors import UserError
+from powerclip.evaluate.ranks import device_for, ranks_of_torchrun
 from powerclip.evaluate.suite_run import Evaluated, Job, evaluate, jobs_for_paths, jobs_for_suite
 from powerclip.evaluate.suites import choose
 
@@ -18,6 +17,7 @@ def evaluate_model(
     paths: Sequence[Path],
     *,
     pretrained: str | None = None,
+    pointing: Sequence[Path] = (),
     suite: str | None = None,
     data: Path | None = None,
     datasets: Sequence[str] = (),
@@ -27,46 +27,58 @@ def evaluate_model(
     again: bool = False,
     quiet: bool = False,
 ) -> Evaluated:
-    """Load the model and evaluate it on the paths, the suite, or both.
+    """Load the model and evaluate it on the paths, the boxes of `pointing`, the suite, or several of these.
+
+    Under torchrun the processes share the work, see `ranks`.
 
     Raises:
-        UserError: neither is named, or one of the names is not known.
+        UserError: nothing is named, or one of the names is not known.
     """
-    # What costs nothing to check is checked before the model is loaded.
-    jobs = _jobs(paths, suite, data, datasets)
-    target = output or Path("results") / re.sub(r"[^\w.-]+", "-", "-".join(filter(None, [_name(model), pretrained])))
+    with ranks_of_torchrun() as ranks:
+        # What costs nothing to check is checked before the model is loaded.
+        jobs = ranks.together(lambda: _jobs(paths, pointing, suite, data, datasets))
+        name = "-".join(filter(None, [_name(model), pretrained]))
+        target = output or Path("results") / re.sub(r"[^\w.-]+", "-", name)
 
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import load
+        from powerclip.data.tokens import CaptionTokenizer
+        from powerclip.encoders import load
 
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    encoder, _, tokenizer = load(model, pretrained=pretrained, device=chosen)
-    found = evaluate(
-        encoder,
-        CaptionTokenizer(tokenizer),
-        jobs,
-        target,
-        model=_name(model),
-        pretrained=pretrained,
-        cache=cache,
-        again=again,
-        quiet=quiet,
-    )
-    if not quiet:
-        left = [f"{len(part)} {what}" for part, what in ((found.missing, "missing"), (found.failed, "failed")) if part]
-        print(f"results: {target}" + (f" ({', '.join(left)})" if left else ""))
-    return found
+        encoder, _, tokenizer = ranks.together(
+            lambda: load(model, pretrained=pretrained, device=device_for(ranks, device))
+        )
+        found = evaluate(
+            encoder,
+            CaptionTokenizer(tokenizer),
+            jobs,
+            target,
+            model=_name(model),
+            pretrained=pretrained,
+            cache=cache,
+            again=again,
+            quiet=quiet,
+            ranks=ranks,
+        )
+        if ranks.first and not quiet:
+            parts = ((found.missing, "missing"), (found.failed, "failed"))
+            left = [f"{len(part)} {what}" for part, what in parts if part]
+            print(f"results: {target}" + (f" ({', '.join(left)})" if left else ""))
+        return found
 
 
-def _jobs(paths: Sequence[Path], suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
+def _jobs(
+    paths: Sequence[Path], pointing: Sequence[Path], suite: str | None, data: Path | None, datasets: Sequence[str]
+) -> list[Job]:
     if suite is None and (data is not None or datasets):
         raise UserError("--data and --datasets belong to a suite: name it with --suite")
-    if suite is None and not paths:
+    if suite is None and not paths and not pointing:
         raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder {path}")
-    jobs = jobs_for_paths(paths)
+    for path in pointing:
+        if not path.is_file():
+            raise UserError(f"--pointing: there is no file {path}")
+    jobs = jobs_for_paths(paths, pointing)
     if suite is not None:
         benchmarks = choose(suite, datasets)
         if data is None:
@@ -78,9 +90,10 @@ def _jobs(paths: Sequence[Path], suite: str | None, data: Path | None, datasets:
 
 
 def _name(model: str) -> str:
-    """A folder's own name, with that of the run around it: most are called `model`."""
+    """What results call a model: a folder by its last two names, less the `model` that runs call theirs."""
     path = Path(model).expanduser()
     if not path.is_dir():
         return model
     path = path.resolve()
-    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
+    path = path.parent if path.name == "model" else path
+    return "/".join(path.parts[-2:]).lstrip("/")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from powerclip.data.pixels import Normaliser, squash
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.evaluate.embeddings import BATCH, device_of, evaluating
 from powerclip.evaluate.pictures import Pictures
+from powerclip.evaluate.ranks import threads_for
+from powerclip.evaluate.watch import Watch, unwatched
 from powerclip.files import write_whole
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from powerclip.encoders import DualEncoder
 
-CHUNK = 512  # pictures in one file of the cache: about 300 MB while they are decoded for 224²
+CHUNK = 2 * BATCH  # pictures in one file of the cache: about 300 MB while they are decoded for 224²
 TOLERANCE = 0.001  # share of unreadable pictures beyond which a dataset's number would not be the dataset's
 
 
@@ -47,18 +52,26 @@ class Embedder:
         encoder: in evaluation mode while it embeds.
         tokenizer: of the model.
         cache: a folder for embeddings; None computes them each time.
-        threads: that read and decode pictures; as many as there are cores by default.
+        threads: that read and decode pictures; as many as there are cores by default, shared by the ranks on them.
+        ranks: the processes that embed together. Each has all embeddings afterwards.
     """
 
     def __init__(
-        self, encoder: DualEncoder, tokenizer: CaptionTokenizer, cache: Path | None = None, threads: int | None = None
+        self,
+        encoder: DualEncoder,
+        tokenizer: CaptionTokenizer,
+        cache: Path | None = None,
+        threads: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         from powerclip.encoders import preprocess_for
 
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.cache = cache
-        self.threads = threads or os.cpu_count() or 1
+        self.ranks = ranks
+        self.watch: Watch = unwatched
+        self.threads = threads or threads_for(ranks)
         self._prepare = preprocess_for(encoder)
         self._model = digest_of(encoder) if cache is not None else b""
 
@@ -68,49 +81,87 @@ class Embedder:
         Raises:
             UserError: more than 0.1 % of them cannot be read.
         """
-        names = pictures.names
-        chunks = [range(start, min(start + CHUNK, len(names))) for start in range(0, len(names), CHUNK)]
+        vectors = torch.zeros(len(pictures.names), self.encoder.embed_dim)
+
+        def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
+            vectors[chunk.start : chunk.stop], readable = self._chunk(pictures, chunk, pool)
+            return readable
+
+        readable = self._in_chunks(pictures, embed)
+        return _checked(self.ranks.sum(vectors), readable, pictures.names)
+
+    def patches(self, pictures: Pictures, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
+        """Hand the patches [pictures, N, D] of some pictures after the other to `use`, with their places.
+
+        Whole pictures, squashed to the tower's size: a box of theirs keeps its place, in shares. Under torchrun, `use`
+        sees this rank's pictures only. The result tells which could be read; patches are too many to be kept.
+
+        Raises:
+            UserError: more than 0.1 % of them cannot be read.
+        """
+        device, wants = device_of(self.encoder), self.encoder.clip.visual.preprocess_cfg
+        normalise = Normaliser(wants["mean"], wants["std"])
+
+        def load(place: int) -> Tensor | None:
+            content = _read(pictures, place)
+            return _decode(lambda: normalise(squash(_pixels(pictures.decode(content)), self.encoder.image_size))[0])
+
+        def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
+            pixels = dict(zip(chunk, pool.map(load, chunk), strict=True))
+            readable = [place for place, found in pixels.items() if found is not None]
+            for start in range(0, len(readable), BATCH):
+                places = readable[start : start + BATCH]
+                batch = torch.stack([found for place in places if (found := pixels[place]) is not None])
+                use(places, self.encoder.encode_patches(batch.to(device))[1])
+            return torch.tensor([pixels[place] is not None for place in chunk])
+
+        return _checked(torch.zeros(len(pictures.names), 0), self._in_chunks(pictures, embed), pictures.names)
+
+    def _in_chunks(self, pictures: Pictures, embed: Callable[[range, ThreadPoolExecutor], Tensor]) -> Tensor:
+        """Let `embed` work on this rank's chunks of places; which pictures of all ranks could be read [pictures]."""
+        count = len(pictures.names)
+        readable = torch.zeros(count, dtype=torch.uint8)
+        chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+        mine = [chunk for number, chunk in enumerate(chunks) if self._is_mine(number)]
+        done, total = 0, sum(map(len, mine))
+        self.watch(done, total)
         with ThreadPoolExecutor(self.threads) as pool, evaluating(self.encoder):
-            parts = [self._chunk(pictures, chunk, pool) for chunk in chunks]
-        vectors = torch.cat([vector for vector, _ in parts])
-        readable = torch.cat([mask for _, mask in parts])
-        corrupt = tuple(names[place] for place in (~readable).nonzero()[:, 0].tolist())
-        if len(corrupt) > TOLERANCE * len(names):
-            shown = "; ".join(corrupt[:3]) + (f"; and {len(corrupt) - 3:,} more" if len(corrupt) > 3 else "")
-            raise UserError(
-                f"{len(corrupt):,} of {len(names):,} pictures cannot be read ({shown}): "
-                "more than 0.1 %, restore them or remove them from the dataset"
-            )
-        return Embedded(vectors, readable, corrupt)
+            for chunk in mine:
+                readable[chunk.start : chunk.stop] = embed(chunk, pool)
+                done += len(chunk)
+                self.watch(done, total)
+        return self.ranks.sum(readable).bool()
+
+    def _is_mine(self, number: int) -> bool:
+        """Whether a piece of work falls to this rank. What it leaves zero, others fill: a sum is the whole."""
+        return number % self.ranks.count == self.ranks.rank
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Embeddings [texts, D] on the CPU."""
         key = self._key([text.encode() for text in texts], "texts")
-        found = self._load(key)
+        found = self.ranks.from_first(lambda: self._load(key))
         if found is None:
             unique = list(dict.fromkeys(texts))
             place = {text: number for number, text in enumerate(unique)}
             with evaluating(self.encoder):
-                vectors = torch.cat(list(self._encode_texts(unique)))
+                vectors = self._encode_texts(unique)
             found = {"vectors": vectors[torch.tensor([place[text] for text in texts])]}
-            self._store(key, found)
+            if self.ranks.first:
+                self._store(key, found)
         return found["vectors"]
 
-    def _encode_texts(self, texts: Sequence[str]) -> Iterator[Tensor]:
+    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
         device = device_of(self.encoder)
-        # Sorted by length, so that short texts are not padded to the longest of all; then put back.
+        # Sorted by length, so that short texts are not padded to the longest of all.
         ids = [self.tokenizer.encode(text).ids for text in texts]
         order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
-        parts = [
-            self.encoder.encode_text(
-                self.tokenizer.pad([ids[place] for place in order[start : start + BATCH]]).to(device)
-            )
-            for start in range(0, len(order), BATCH)
-        ]
-        sorted_vectors = torch.cat(parts).float().cpu()
-        vectors = torch.empty_like(sorted_vectors)
-        vectors[torch.tensor(order)] = sorted_vectors
-        yield vectors
+        vectors = torch.zeros(len(ids), self.encoder.embed_dim)
+        for number, start in enumerate(range(0, len(order), BATCH)):
+            if self._is_mine(number):
+                places = order[start : start + BATCH]
+                tokens = self.tokenizer.pad([ids[place] for place in places])
+                vectors[torch.tensor(places)] = self.encoder.encode_text(tokens.to(device)).float().cpu()
+        return self.ranks.sum(vectors)
 
     def _chunk(self, pictures: Pictures, places: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
         contents = list(pool.map(lambda place: _read(pictures, place), places))
@@ -118,7 +169,7 @@ class Embedder:
         found = self._load(key)
         if found is None:
             # The pool decodes ahead while the encoder works.
-            prepared = pool.map(lambda content: self._decode(pictures, content), contents)
+            prepared = pool.map(lambda content: _decode(lambda: self._prepare(pictures.decode(content))), contents)
             vectors, readable = self._encode_pictures(prepared)
             found = {"vectors": vectors, "readable": readable}
             self._store(key, found)
@@ -147,15 +198,6 @@ class Embedder:
         if parts:
             vectors[mask] = torch.cat(parts)
         return vectors, mask
-
-    def _decode(self, pictures: Pictures, content: bytes) -> Tensor | None:
-        from PIL import Image
-
-        try:
-            return self._prepare(pictures.decode(content)) if content else None
-        # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            return None
 
     def _key(self, contents: Sequence[bytes], kind: str) -> str:
         if self.cache is None:
@@ -188,6 +230,36 @@ def digest_of(encoder: DualEncoder) -> bytes:
         total.update(name.encode())
         total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return total.digest()
+
+
+def _checked(vectors: Tensor, readable: Tensor, names: Sequence[str]) -> Embedded:
+    """The embeddings, unless too many are missing."""
+    corrupt = tuple(names[place] for place in (~readable).nonzero()[:, 0].tolist())
+    if len(corrupt) > TOLERANCE * len(names):
+        shown = "; ".join(corrupt[:3]) + (f"; and {len(corrupt) - 3:,} more" if len(corrupt) > 3 else "")
+        raise UserError(
+            f"{len(corrupt):,} of {len(names):,} pictures cannot be read ({shown}): "
+            "more than 0.1 %, restore them or remove them from the dataset"
+        )
+    return Embedded(vectors, readable, corrupt)
+
+
+def _decode(decode: Callable[[], Tensor]) -> Tensor | None:
+    """What `decode` gives, or nothing for a damaged picture."""
+    from PIL import Image
+
+    try:
+        return decode()
+    # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+
+
+def _pixels(picture: Image.Image) -> Tensor:
+    """A picture as bytes [1, 3, H, W]."""
+    import numpy as np
+
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
 
 
 def _read(pictures: Pictures, place: int) -> bytes:

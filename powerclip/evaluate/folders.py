@@ -24,6 +24,7 @@ import torch
 
 from powerclip.data.corpus import IMAGE_SUFFIXES
 from powerclip.errors import UserError
+from powerclip.evaluate import imagenet
 from powerclip.evaluate.composition import KINDS
 from powerclip.evaluate.pictures import FilePictures, Member, TarPictures
 from powerclip.evaluate.sugarcrepe import Item, read_items, read_sugarcrepe
@@ -72,13 +73,18 @@ def read_class_folders(folder: Path) -> Classification:
             f"{folder} holds no benchmark that is known: pictures in class folders, tars, SugarCrepe's or Winoground's"
             " files"
         )
-    names = _lines(folder / "classnames.txt") or [sub.name.replace("_", " ") for sub in folders]
+    pictures, labels = FilePictures([picture for _, picture in found]), torch.tensor([label for label, _ in found])
+    names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
+    known = [number for number in numbers if number]
+    if not names and len(known) == len(folders):
+        names = imagenet.names_of(known, str(folder))
+        return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+    names = names or [sub.name.replace("_", " ") for sub in folders]
     if len(names) != len(folders):
         raise UserError(
             f"{folder / 'classnames.txt'} has {len(names)} lines, but there are {len(folders)} class folders"
         )
-    labels = torch.tensor([label for label, _ in found])
-    return Classification(FilePictures([picture for _, picture in found]), labels, names, _templates(folder))
+    return Classification(pictures, labels, names, _templates(folder))
 
 
 def read_csv(path: Path) -> CaptionRetrieval:
@@ -173,12 +179,28 @@ def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRet
     if members and all(sample.label is not None for sample in members):
         names = _lines(folder / "classnames.txt")
         labels = torch.tensor([sample.label for sample in members])
-        if not names:
-            raise UserError(f"{folder / 'classnames.txt'} is missing: it names the classes, one in each line")
-        return Classification(pictures, labels, names, _templates(folder))
+        if names:
+            return Classification(pictures, labels, names, _templates(folder))
+        if _is_imagenet(members, str(folder)):
+            names = imagenet.names_of(imagenet.class_numbers(str(folder)), str(folder))
+            return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+        raise UserError(f"{folder / 'classnames.txt'} is missing: it names the classes, one in each line")
     if members and all(sample.captions for sample in members):
         return _retrieval(pictures, [sample.captions for sample in members])
     raise UserError(f"{tars[0]}: every picture needs a label (.cls, .npy) or captions (.txt, .json) beside it")
+
+
+def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
+    """Whether files are called by WordNet numbers and labelled with the places of these in ImageNet-1k."""
+    found = [
+        (imagenet.wordnet_number(sample.picture.name.rpartition("/")[2]), sample.label)
+        for sample in samples
+        if sample.picture is not None
+    ]
+    if any(number is None for number, _ in found):
+        return False
+    place = {number: label for label, number in enumerate(imagenet.class_numbers(where))}
+    return all(place.get(number or "") == label for number, label in found)
 
 
 def _read_tar(tar: Path, samples: dict[tuple[Path, str], _Sample]) -> None:
@@ -241,9 +263,9 @@ def _pictures_below(folder: Path) -> list[Path]:
     )
 
 
-def _templates(folder: Path) -> Sequence[str]:
+def _templates(folder: Path, otherwise: Sequence[str] = DEFAULT_TEMPLATES) -> Sequence[str]:
     names = ("zeroshot_classification_templates.txt", "templates.txt")
-    return next((lines for name in names if (lines := _lines(folder / name))), DEFAULT_TEMPLATES)
+    return next((lines for name in names if (lines := _lines(folder / name))), otherwise)
 
 
 def _lines(path: Path) -> list[str]:

@@ -10,17 +10,22 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from powerclip.errors import UserError
+from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder, digest_of
 from powerclip.evaluate.folders import read_path
+from powerclip.evaluate.ranks import on_all
 from powerclip.evaluate.suites import Benchmark, MissingError, find_benchmark
 from powerclip.evaluate.tasks import Scored, Task
+from powerclip.evaluate.watch import watching
 from powerclip.files import write_whole
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.tokens import CaptionTokenizer
@@ -47,14 +52,15 @@ class Evaluated:
     failed: dict[str, str]
 
 
-def jobs_for_paths(paths: Sequence[Path]) -> list[Job]:
-    """One job for each path of the user's own data, named after it."""
+def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list[Job]:
+    """One job for each path of the user's own data, named after it; `pointing` are files of boxes."""
     jobs: list[Job] = []
-    for path in paths:
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_path) for path in paths]
+    for path, read in [*readers, *((path, read_boxes) for path in pointing)]:
         name = path.resolve().stem if path.is_file() else path.resolve().name
         if any(job.name == name for job in jobs):
             name = f"{path.resolve().parent.name}/{name}"
-        jobs.append(Job(name, _file_name(name), lambda path=path: read_path(path), str(path)))  # type: ignore[misc]
+        jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
     return jobs
 
 
@@ -64,7 +70,7 @@ def jobs_for_suite(benchmarks: Sequence[Benchmark], root: Path) -> list[Job]:
         Job(
             benchmark.name,
             _file_name(benchmark.key),
-            lambda benchmark=benchmark: find_benchmark(benchmark, root),  # type: ignore[misc]
+            partial(find_benchmark, benchmark, root),
             str(root),
             fixed=True,
         )
@@ -84,6 +90,7 @@ def evaluate(
     again: bool = False,
     quiet: bool = False,
     console: Console | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluated:
     """Evaluate a model on datasets, one result file for each below `output`.
 
@@ -99,20 +106,25 @@ def evaluate(
             changed, and what has not is in the cache.
         quiet: print nothing.
         console: where to print; standard output by default.
+        ranks: the processes that evaluate together; the first prints and writes.
 
     Raises:
         UserError: no dataset could be evaluated.
     """
     console = console or Console()
+    quiet = quiet or not ranks.first
     digest = digest_of(encoder).hex()
-    embedder = Embedder(encoder, tokenizer, output / "embeddings" if cache else None)
+    embedder = Embedder(encoder, tokenizer, output / "embeddings" if cache else None, ranks=ranks)
     done = Evaluated({}, {}, {})
     for number, job in enumerate(jobs, 1):
         head = f"[{number:{len(str(len(jobs)))}d}/{len(jobs)}] {job.name}: "
         path = output / f"{job.file}.json"
-        kept = None if again or not job.fixed else _finished(path, digest, job.where)
+        kept = None
+        if job.fixed and not again:
+            kept = ranks.from_first(partial(_finished, path, digest, job.where))
         try:
-            records = kept or _measure(job, embedder, model, pretrained, digest)
+            with watching(console, head, quiet) as embedder.watch:
+                records = kept or _measure(job, embedder, model, pretrained, digest)
         except MissingError as error:
             done.missing[job.file] = str(error)
             line = f"missing; {error}"
@@ -120,7 +132,7 @@ def evaluate(
             done.failed[job.file] = str(error)
             line = f"failed; {error}"
         else:
-            if kept is None:
+            if kept is None and ranks.first:
                 content = records[0] if len(records) == 1 else records
                 write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
             done.results[job.file] = records
@@ -143,8 +155,10 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
         parts += [f"{_short(name)} {100 * value:.1f}" for name, value in metrics.items()]
     corrupt = records[0]["powerclip"]["corrupt"]
     notes = [f"{len(corrupt)} unreadable: {', '.join(corrupt[:3])}"] if corrupt else []
-    missing = records[0]["powerclip"]["counts"].get("missing")
+    counts = records[0]["powerclip"]["counts"]
+    missing, small = counts.get("missing"), counts.get("too small")
     notes += [f"{missing:,} comparisons left out: their pictures are not there"] if missing else []
+    notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -167,7 +181,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None, digest: str) -> list[dict[str, Any]]:
     started = time.perf_counter()
-    task = job.find()
+    task = on_all(embedder.ranks, job.find)
     scored: Scored = task.score(embedder)
     about = {
         "counts": scored.counts,
@@ -210,6 +224,13 @@ def _file_name(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    shown = {"image_retrieval_recall": "image R", "text_retrieval_recall": "text R", "mean_average_precision": "mAP"}
+    shown = {
+        "image_retrieval_recall": "image R",
+        "text_retrieval_recall": "text R",
+        "mean_average_precision": "mAP",
+        "pointing_words": "in caption",
+        "pointing_text": "alone",
+        "pointing_chance": "chance",
+    }
     head, at, rest = name.partition("@")
     return f"{shown.get(head, head)}{at}{rest}"

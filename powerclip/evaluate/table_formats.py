@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 
 from powerclip.errors import UserError
-from powerclip.evaluate.tables import Table
+from powerclip.evaluate.tables import Column, Table
 
 NOTE = "Percent. Best bold, second underlined, by the values as shown. † as published in the paper, not measured here."
 _STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem;color:#1b1f24}
-table{border-collapse:collapse;margin:.5rem 0 2rem}
-th,td{padding:.25rem .6rem;text-align:right;white-space:nowrap}th:first-child,td:first-child{text-align:left}
-thead th{white-space:normal;border-bottom:2px solid #1b1f24;vertical-align:bottom}tr.ours{background:#e0f7fa}
+table{border-collapse:collapse;margin:.5rem 0 2rem;font-size:13px;font-variant-numeric:tabular-nums}
+th,td{padding:.2rem .42rem;text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:#fff}
+thead th{vertical-align:bottom}thead tr:last-child th{border-bottom:2px solid #1b1f24}
+thead th.group{text-align:center;border-bottom:1px solid #9ca3af}.start{padding-left:1.1rem}
+tr.ours td,tr.ours td:first-child{background:#e0f7fa}
 div{overflow-x:auto}h2{font-size:1rem}td b{font-weight:700}"""
+WIDE = 12  # columns beyond which a LaTeX table is scaled to the page
 
 
 def markdown(tables: Sequence[Table]) -> str:
@@ -32,25 +37,30 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """`tabular`s for `booktabs`, with a `table*` around each."""
+    """`tabular`s for `booktabs`, with a `table*` around each; wide ones are scaled to the page (`graphicx`)."""
     marks = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
-    parts = []
+    parts = ["% needs \\usepackage{booktabs,graphicx}"]
     for table in tables:
-        header = ["Method", *(_tex(column.label) for column in table.columns), "Wins"]
+        columns = len(table.columns) + 2
+        wide = columns > WIDE
         lines = [
             r"\begin{table*}",
             r"\centering\small",
-            rf"\begin{{tabular}}{{l{'c' * (len(header) - 1)}}}",
+            *([r"\resizebox{\textwidth}{!}{%"] if wide else []),
+            rf"\begin{{tabular}}{{l{'c' * (columns - 1)}}}",
             r"\toprule",
-            " & ".join(header) + r" \\",
+            *_tex_groups(table),
+            " & ".join(["Method", *(_tex(column.part or column.label) for column in table.columns), "Wins"]) + r" \\",
             r"\midrule",
         ]
         for row, cells in table.cells():
             name = _tex(row.name) + (r"$^\dagger$" if row.published else "")
             shown = [marks[cell.mark].format(cell.text.replace("–", "--")) for cell in cells]
             lines.append(" & ".join([name, *shown, str(table.wins()[row.name])]) + r" \\")
-        caption = _tex(f"{table.title}.").replace("†", r"$^\dagger$")
-        lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{caption}}}", r"\end{table*}"]
+        # LaTeX numbers its tables itself.
+        caption = _tex(re.sub(r"^(Table \d+)\. (.*)", r"\2. The paper's \1", table.title) + ".")
+        end = r"\end{tabular}}" if wide else r"\end{tabular}"
+        lines += [r"\bottomrule", end, rf"\caption{{{caption}}}", r"\end{table*}"]
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, "% " + NOTE]) + "\n"
 
@@ -60,13 +70,16 @@ def html(tables: Sequence[Table]) -> str:
     marks = {"best": "<b>{}</b>", "second": "<u>{}</u>", "": "{}"}
     parts = []
     for table in tables:
-        head = "".join(f"<th>{escape(text)}</th>" for text in ["Method", *(c.label for c in table.columns), "Wins"])
+        starts = _starts(table.columns)
         body = ""
         for row, cells in table.cells():
-            shown = [escape(row.name) + ("†" if row.published else ""), *(marks[c.mark].format(c.text) for c in cells)]
-            values = "".join(f"<td>{text}</td>" for text in [*shown, str(table.wins()[row.name])])
-            body += f"<tr{'' if row.published else ' class=ours'}>{values}</tr>\n"
-        whole = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+            name = escape(row.name) + ("†" if row.published else "")
+            values = f"<td>{name}</td>" + "".join(
+                f"<td{_class(place in starts)}>{marks[cell.mark].format(cell.text)}</td>"
+                for place, cell in enumerate(cells)
+            )
+            body += f"<tr{'' if row.published else ' class=ours'}>{values}<td>{table.wins()[row.name]}</td></tr>\n"
+        whole = f"<table><thead>{_html_head(table.columns, starts)}</thead><tbody>\n{body}</tbody></table>"
         parts.append(f"<h2>{escape(table.title)}</h2>\n<div>{whole}</div>")
     foot = f"<p>{escape(wins_line(tables))}</p><p>{escape(NOTE)}</p>"
     title = "<title>Results beside the paper's</title>"
@@ -75,11 +88,66 @@ def html(tables: Sequence[Table]) -> str:
     )
 
 
+def _groups(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Neighbours that share a group, and how many they are; a column without one stands alone."""
+    runs: list[tuple[str, int]] = []
+    for column in columns:
+        if column.group and runs and runs[-1][0] == column.group:
+            runs[-1] = (column.group, runs[-1][1] + 1)
+        else:
+            runs.append((column.group, 1))
+    return runs
+
+
+def _starts(columns: Sequence[Column]) -> set[int]:
+    """The places where a group begins."""
+    places, place = set(), 0
+    for name, count in _groups(columns):
+        if name:
+            places.add(place)
+        place += count
+    return places
+
+
+def _html_head(columns: Sequence[Column], starts: set[int]) -> str:
+    cells = "".join(
+        f"<th{_class(place in starts)}>{escape(column.part or column.label)}</th>"
+        for place, column in enumerate(columns)
+    )
+    above = ""
+    if starts:
+        above = "".join(
+            f'<th class="group" colspan="{count}">{escape(name)}</th>' if name else "<th></th>" * count
+            for name, count in _groups(columns)
+        )
+        above = f"<tr><th></th>{above}<th></th></tr>"
+    return f"{above}<tr><th>Method</th>{cells}<th>Wins</th></tr>"
+
+
+def _class(start: bool) -> str:
+    return ' class="start"' if start else ""
+
+
+def _tex_groups(table: Table) -> list[str]:
+    """The line above the header that names the groups, and the rules below it."""
+    runs = _groups(table.columns)
+    if not any(name for name, _ in runs):
+        return []
+    cells, rules, place = [""], [], 2
+    for name, count in runs:
+        cells.append(rf"\multicolumn{{{count}}}{{c}}{{{_tex(name)}}}")
+        if name:
+            rules.append(rf"\cmidrule(lr){{{place}-{place + count - 1}}}")
+        place += count
+    return [" & ".join([*cells, ""]) + r" \\", "".join(rules)]
+
+
 def wins_line(tables: Sequence[Table]) -> str:
     """`Wins in 47 columns: PowerCLIP-S† 35, …`, the most first."""
     total: dict[str, int] = {}
-    columns = sum(1 for table in tables for column in table.columns if not column.over)
-    for table in tables:
+    counted = [table for table in tables if table.counted] or list(tables)
+    columns = sum(1 for table in counted for column in table.columns if not column.over)
+    for table in counted:
         shown = {row.name: row.name + ("†" if row.published else "") for row in table.rows}
         for name, count in table.wins().items():
             total[shown[name]] = total.get(shown[name], 0) + count

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.errors import UserError
-from powerclip.evaluate.composition import GROUPS
+from powerclip.evaluate.composition import GROUPS, KINDS
 from powerclip.evaluate.suite_run import read_records
 from powerclip.evaluate.suites import BENCHMARKS
 
@@ -29,6 +29,8 @@ class Column:
     key: str
     label: str
     over: tuple[str, ...] = ()  # the columns that it is the mean of
+    group: str = ""  # what neighbouring columns share, where a format can write it above them
+    part: str = ""  # the label below it
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Table:
     title: str
     columns: tuple[Column, ...]  # those measured, then those computed
     rows: tuple[Row, ...]
+    counted: bool = True  # whether its wins count: not those that another table has already
 
     def value(self, row: Row, column: Column) -> float | None:
         """A value, or the mean of others if all of them are there."""
@@ -117,9 +120,14 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
         "retrieval": (
             "Table 2. Zero-shot retrieval, recall",
             (
-                *(Column(key, f"{_LABELS[name]} {side} R@{k}") for key, name, side, k in recalls),
                 *(
-                    Column(f"avg@{k}", f"Avg R@{k}", tuple(key for key, _, _, own in recalls if own == k))
+                    Column(key, f"{_LABELS[name]} {side} R@{k}", group=f"{_LABELS[name]} {side}", part=f"R@{k}")
+                    for key, name, side, k in recalls
+                ),
+                *(
+                    Column(
+                        f"avg@{k}", f"Avg R@{k}", tuple(key for key, *_, own in recalls if own == k), "Avg", f"R@{k}"
+                    )
                     for k in (1, 5, 10)
                 ),
             ),
@@ -145,11 +153,15 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
             "Table 9. Linear probe, top-1 accuracy",
             tuple(Column(name, _LABELS[f"{name}:probe"]) for name in ("cifar10", "cifar100", "imagenet1k")),
         ),
+        "sugarcrepe_kinds": (
+            "Table 12. Compositionality, SugarCrepe by kind",
+            tuple(_kind(kind) for kind in KINDS),
+        ),
     }
 
 
 def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = True) -> list[Table]:
-    """The tables that the results have something for; all of them where there are no results."""
+    """The tables that the results have something for; all of the paper's where there are no results."""
     measured = measured_rows(records)
     tables = []
     for key, (title, columns) in layouts().items():
@@ -163,42 +175,94 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
             ]
         ours = [Row(name, tables_of[key]) for name, tables_of in measured.items() if tables_of.get(key)]
         if ours or not records:
-            tables.append(Table(key, title, columns, (*rows, *ours)))
+            # Table 4 has the wins of Table 12 already.
+            tables.append(Table(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
+    own = [Row(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
+    if own:
+        labels = dict.fromkeys(label for row in own for label in row.values)
+        tables.append(Table("own", "Other data", tuple(Column(label, label) for label in labels), tuple(own), False))
     return tables
 
 
 def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Model → table → column → percent."""
+    """Model → table → column → percent. What is in none of the paper's tables is in table `own`."""
+    plain = {benchmark.key: benchmark.suite for benchmark in BENCHMARKS}
     found: dict[str, dict[str, dict[str, float]]] = {}
-    kinds: dict[str, dict[str, float]] = {}
-    for record in records:
-        name = " ".join(filter(None, [str(record["model"]), str(record.get("pretrained") or "")]))
+    for record, name in zip(records, _names(records), strict=True):
         tables = found.setdefault(name, {})
-        dataset, metrics = _dataset(str(record["dataset"])), record["metrics"]
-        if record["task"] == "linear_probe":
-            tables.setdefault("probe", {})[dataset] = 100 * metrics["lp_acc1"]
-        elif record["task"] == "zeroshot_retrieval":
-            for side in _SIDES:
-                for k in (1, 5, 10):
-                    value = metrics.get(f"{side}_retrieval_recall@{k}")
-                    if value is not None:
-                        tables.setdefault("retrieval", {})[f"{dataset}:{side}@{k}"] = 100 * value
+        dataset, task, metrics = _dataset(str(record["dataset"])), record["task"], record["metrics"]
+        head, _, part = dataset.rpartition("/")
+        recalls = {
+            (side, k): metrics[f"{side}_retrieval_recall@{k}"]
+            for side in _SIDES
+            for k in (1, 5, 10)
+            if f"{side}_retrieval_recall@{k}" in metrics
+        }
+        if task == "linear_probe" and f"{dataset}:probe" in plain:
+            values = ("probe", {dataset: metrics["lp_acc1"]})
+        elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:
+            values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in recalls.items()})
         elif dataset == "winoground":
             own = {"text": "text_acc", "image": "image_acc", "group": "acc"}
-            tables["winoground"] = {key: 100 * metrics[metric] for key, metric in own.items()}
-        elif record["task"] == "image_caption_selection":
-            kinds.setdefault(name, {})[dataset.rpartition("/")[2]] = 100 * metrics["acc"]
+            values = ("winoground", {key: metrics[metric] for key, metric in own.items()})
+        elif head == "sugar_crepe" and part in KINDS and _complete(record):
+            values = ("sugarcrepe_kinds", {part: metrics["acc"]})
+        elif task == "zeroshot_classification" and plain.get(dataset) in ("classification", "robustness"):
+            values = (plain[dataset], {dataset: metrics.get("acc1", metrics.get("mean_average_precision"))})
         else:
-            key = "robustness" if dataset.startswith("imagenet") else "classification"
-            value = metrics.get("acc1", metrics.get("mean_average_precision"))
-            if value is not None:
-                tables.setdefault(key, {})[dataset] = 100 * value
-    for name, values in kinds.items():
+            values = ("own", _own(dataset, metrics, recalls))
+        key, shares = values
+        known = {label: 100 * value for label, value in shares.items() if value is not None}
+        if known:
+            tables.setdefault(key, {}).update(known)
+    for tables in found.values():
+        kinds = tables.get("sugarcrepe_kinds", {})
         # A group is the mean over its kinds: with one of them missing it would be another number.
-        whole = {group: [values.get(kind) for kind in own] for group, own in GROUPS.items()}
-        means = {group: _mean(parts) for group, parts in whole.items()}
-        found[name]["sugarcrepe"] = {group: mean for group, mean in means.items() if mean is not None}
+        means = {group: _mean([kinds.get(kind) for kind in own]) for group, own in GROUPS.items()}
+        groups = {group: mean for group, mean in means.items() if mean is not None}
+        if groups:
+            tables["sugarcrepe"] = groups
     return found
+
+
+def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each result's model is called; models of the same name are told apart by a hash of their weights."""
+    names = [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])) for one in records]
+    weights = [str(one.get("powerclip", {}).get("weights", "")) for one in records]
+    different: dict[str, set[str]] = {}
+    for name, own in zip(names, weights, strict=True):
+        different.setdefault(name, set()).add(own)
+    return [
+        f"{name} ({own[:6]})" if own and len(different[name]) > 1 else name
+        for name, own in zip(names, weights, strict=True)
+    ]
+
+
+def _own(
+    dataset: str, metrics: Mapping[str, float | None], recalls: Mapping[tuple[str, int], float | None]
+) -> dict[str, float | None]:
+    """The metrics that tell most, by what the table calls them."""
+    if recalls:
+        return {f"{dataset} {side} R@{k}": value for (side, k), value in recalls.items()}
+    shown = {
+        "acc1": "",
+        "lp_acc1": "probe",
+        "mean_average_precision": "mAP",
+        "acc": "",
+        "pointing_words": "in caption",
+        "pointing_text": "alone",
+    }
+    return {f"{dataset} {label}".strip(): metrics[name] for name, label in shown.items() if name in metrics}
+
+
+def _complete(record: Mapping[str, Any]) -> bool:
+    """Whether no comparison was left out for want of its picture: a part of a benchmark is not the benchmark."""
+    return not record.get("powerclip", {}).get("counts", {}).get("missing")
+
+
+def _kind(kind: str) -> Column:
+    change, _, what = kind.partition("_")
+    return Column(kind, f"{change.capitalize()} {what.capitalize()}", (), change.capitalize(), what.capitalize())
 
 
 def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:

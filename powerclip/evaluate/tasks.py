@@ -1,6 +1,6 @@
-"""The four kinds of benchmark: what each holds, and its metrics by the names that clip-benchmark gives them.
+"""The kinds of benchmark: what each holds, and its metrics by the names that clip-benchmark gives them.
 
-Axes: n pictures · D width
+Axes: n pictures · T phrases · D width
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from powerclip.alignment.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
-from powerclip.evaluate import composition, retrieval
+from powerclip.evaluate import composition, pointing, retrieval
 from powerclip.evaluate.embedder import Embedded, Embedder
+from powerclip.evaluate.embeddings import BATCH, device_of
+from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
 from powerclip.evaluate.pictures import Pictures
 from powerclip.evaluate.probe import ProbeSettings, train_probe
 from powerclip.evaluate.zero_shot import top_accuracy
 
 Metrics = dict[str, float | None]
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the picture
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,10 @@ class LinearProbe:
         seen, unseen = embedder.pictures(self.train.pictures), embedder.pictures(self.test.pictures)
         classes = int(self.train.labels.max()) + 1
         _check_labels(self.test.labels, classes)
-        layer = train_probe(*_readable(seen, self.train.labels), classes, self.settings)
-        vectors, labels = _readable(unseen, self.test.labels)
+        device = device_of(embedder.encoder)
+        vectors, labels = (part.to(device) for part in _readable(seen, self.train.labels))
+        layer = train_probe(vectors, labels, classes, self.settings)
+        vectors, labels = (part.to(device) for part in _readable(unseen, self.test.labels))
         with torch.no_grad():
             found = classification_metrics(layer(vectors), labels)
         counts = {"pictures": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
@@ -149,7 +155,67 @@ class LinearProbe:
         return Scored({"": metrics}, counts, (*seen.corrupt, *unseen.corrupt))
 
 
-Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe
+@dataclass(frozen=True)
+class PointingGame:
+    """Phrases of captions, and the boxes of what they name: does the strongest patch lie in one of them?
+
+    A phrase asks in its caption (`words`, by p_B of Eq. 3, as one leaf) and as a caption of its own (`text`).
+    """
+
+    task: ClassVar[str] = "pointing_game"
+    pictures: Pictures
+    picture_of_phrase: Sequence[int]  # T
+    captions: Sequence[str]  # T
+    spans: Sequence[Span]  # T, of the captions
+    boxes: Sequence[Sequence[Box]]  # T
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Share of hits for both ways to ask, and of a patch that is drawn at random."""
+        grid = embedder.encoder.grid
+        inside = torch.stack([pointing.cells_in_boxes(torch.tensor(own), grid).any(0) for own in self.boxes])
+        hits = torch.zeros(len(self.spans), 2)  # words, text
+        asked: dict[int, list[int]] = {}
+        for place, picture in enumerate(self.picture_of_phrase):
+            asked.setdefault(picture, []).append(place)
+
+        def ask(pictures: Sequence[int], patches: Tensor) -> None:
+            """Play all phrases of some pictures, given their patches [pictures, N, D]."""
+            which = [(row, place) for row, picture in enumerate(pictures) for place in asked[picture]]
+            for start in range(0, len(which), BATCH):
+                part = which[start : start + BATCH]
+                places = [place for _, place in part]
+                rows = torch.tensor([row for row, _ in part], device=patches.device)
+                for way, queries in enumerate(self._queries(embedder, places)):
+                    heat = patch_similarity(patches[rows], queries).unflatten(1, grid)
+                    hits[torch.tensor(places), way] = pointing.hits_cells(heat.cpu(), inside[places]).float()
+
+        seen = embedder.patches(self.pictures, ask)
+        hits = embedder.ranks.sum(hits)
+        kept = seen.readable[torch.tensor(self.picture_of_phrase)]
+        words, text = hits[kept].double().mean(0).tolist()
+        metrics: Metrics = {"pointing_words": words, "pointing_text": text}
+        metrics["pointing_chance"] = inside[kept].double().mean().item()
+        counts = {"pictures": int(seen.readable.sum()), "phrases": int(kept.sum())}
+        # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
+        small = int((~inside[kept].flatten(1).any(1)).sum())
+        return Scored({"": metrics}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
+
+    def _queries(self, embedder: Embedder, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Directions [T, D] that phrases ask for: from the words of their captions, and alone."""
+        encoder, tokenizer = embedder.encoder, embedder.tokenizer
+        captions, spans = [self.captions[place] for place in places], [self.spans[place] for place in places]
+        trees = [_tree(caption, span) for caption, span in zip(captions, spans, strict=True)]
+        alone = [caption[span.start : span.end] for caption, span in zip(captions, spans, strict=True)]
+        return word_queries(encoder, tokenizer, captions, trees), text_queries(encoder, tokenizer, alone)
+
+
+def _tree(caption: str, span: Span) -> Tree:
+    """A tree with one node: the phrase, a leaf among the other words."""
+    whole = tree_from_spans([span], caption)
+    return Tree(whole.leaves, (span,))
+
+
+Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame
 
 
 def class_directions(embedder: Embedder, classes: Sequence[str], templates: Sequence[str]) -> Tensor:

@@ -29,10 +29,13 @@ from powerclip.encoders.projection import project
 from powerclip.encoders.vision import walk_image
 from powerclip.errors import UserError
 from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
+from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.attentive import resample_scores, select_attentive
 from powerclip.objectives.settings import check_least, check_positive, check_share
-from powerclip.objectives.views import cover, draw_crops, take_crops
+from powerclip.objectives.views import cover, shape_crops, take_crops
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -67,21 +70,22 @@ class AClipSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoViews(Features):
-    """Features of the first view, and what A-CLIP needs of both. P: width of the heads' output."""
+    """Features of the first view, and what A-CLIP needs of both. W: the tower's own width."""
 
     second: Tensor  # [C, D] the second view's embedding, normalised
-    contrasted: Tensor  # [C, 2, P] z
-    predicted: Tensor  # [C, 2, P] p
-    target: Tensor  # [C, P] t, without a gradient
+    pooled: Tensor  # [C, 2, W] both views' class tokens, for the heads
+    seen: Tensor  # [C, W] the teacher's, without a gradient
 
 
-def simclr_loss(one: Tensor, other: Tensor, temperature: float) -> Tensor:
+def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = ALONE) -> Tensor:
     """NT-Xent of C pairs of views [C, P]: each view's positive is the other, all 2C − 2 others are negatives."""
-    views = F.normalize(torch.cat([one, other]).float(), dim=-1)
-    itself = torch.eye(len(views), dtype=torch.bool, device=views.device)
-    logits = (views @ views.T / temperature).masked_fill(itself, float("-inf"))
-    partner = torch.arange(len(views), device=views.device).roll(len(one))
-    return F.cross_entropy(logits, partner)
+    one, other = (F.normalize(view.float(), dim=-1) for view in (one, other))
+    views = torch.cat([ranks.gather(one), ranks.gather(other)])
+    own = torch.arange(len(one), device=one.device) + ranks.rows(len(one)).start
+    itself = torch.cat([own, own + len(views) // 2])
+    logits = torch.cat([one, other]) @ views.T / temperature
+    logits = logits.scatter(1, itself.unsqueeze(-1), float("-inf"))
+    return F.cross_entropy(logits, itself.roll(len(one)))
 
 
 def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
@@ -91,6 +95,8 @@ def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
 
 class AClip(Objective):
     """CLIP's loss of two attentively masked views, and both self-supervised losses."""
+
+    dense = False
 
     def __init__(self, settings: AClipSettings | None = None) -> None:
         super().__init__()
@@ -122,15 +128,28 @@ class AClip(Objective):
         super().progress(step, steps)
         self._step, self._steps = step, steps
 
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> TwoViews:
+    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
+        """Four numbers [C, 2, 4] for each view."""
+        return draws(count, 2, 4)
+
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+        """Where the views lie."""
+        assert noise is not None
+        return Plan(crops=shape_crops(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
+
+    def encode(
+        self, encoder: DualEncoder, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
+    ) -> TwoViews:
         """Make both views, let the teacher choose their patches, and run both through the tower at once."""
         visual, settings = encoder.clip.visual, self.settings
         count = len(images)
+        if plan is None:
+            plan = self.plan_alone(encoder, images)
+        assert plan.crops is not None
         with torch.no_grad():
-            one, other = (draw_crops(count, settings.smallest, images.device) for _ in range(2))
+            one, other = plan.crops.unbind(dim=1)
             both = cover(one, other)
             seen, scores = walk_attention(self.teacher, take_crops(images, both))
-            target = self.teacher_projection(seen)
             moved = torch.cat([resample_scores(scores, encoder.grid, both, view) for view in (one, other)])
             kept = select_attentive(moved, encoder.grid, settings.keep, settings.cell)
             views = torch.cat([take_crops(images, view) for view in (one, other)])
@@ -145,21 +164,34 @@ class AClip(Objective):
             logit_scale=encoder.clip.logit_scale.exp().reshape(()),
             kept=kept[:count],
             second=second,
-            contrasted=torch.stack(self.contrast(pooled).split(count), dim=1),
-            predicted=torch.stack(self.prediction(self.projection(pooled)).split(count), dim=1),
-            target=target,
+            pooled=torch.stack(pooled.split(count), dim=1),
+            seen=seen,
         )
 
-    def loss(self, features: Features, batch: Batch) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
         """CLIP's loss of both views, SimCLR's between them and BYOL's against the teacher."""
         if not isinstance(features, TwoViews):
             raise TypeError("a_clip's loss needs the features of its own encode")
-        one, other = (clip_loss(x, features.text, features.logit_scale) for x in (features.image, features.second))
-        clip = (one + other) / 2
-        contrast = simclr_loss(features.contrasted[:, 0], features.contrasted[:, 1], self.settings.temperature)
-        distance = byol_loss(features.predicted, features.target)
+        text, scale = features.text, features.logit_scale
+        clip = (clip_loss(features.image, text, scale, ranks) + clip_loss(features.second, text, scale, ranks)) / 2
+        contrasted, predicted, target = self.run_heads(features, ranks)
+        contrast = simclr_loss(contrasted[:, 0], contrasted[:, 1], self.settings.temperature, ranks)
+        distance = byol_loss(predicted, target)
         total = clip + self.settings.simclr_weight * contrast + self.settings.byol_weight * distance
         return Terms(total, {"clip": clip.detach(), "simclr": contrast.detach(), "byol": distance.detach()})
+
+    def run_heads(self, features: TwoViews, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor, Tensor]:
+        """z and p [C, 2, P] of both views and t [C, P]. P: what the heads give.
+
+        They normalise over the batch, so they are no part of `encode`, which may see parts of it.
+        """
+        views = features.pooled.flatten(0, 1)
+        with torch.autocast(views.device.type, torch.bfloat16, enabled=features.patches.dtype == torch.bfloat16):
+            contrasted = _run_head(self.contrast, views, ranks)
+            predicted = _run_head(self.prediction, _run_head(self.projection, views, ranks), ranks)
+            with torch.no_grad():
+                target = _run_head(self.teacher_projection, features.seen, ranks)
+        return contrasted.unflatten(0, (-1, 2)), predicted.unflatten(0, (-1, 2)), target
 
     @property
     def momentum(self) -> float:
@@ -170,7 +202,9 @@ class AClip(Objective):
     def after_step(self, encoder: DualEncoder) -> None:
         """Move the teacher towards the tower."""
         teacher = [*self.teacher.parameters(), *self.teacher_projection.parameters()]
-        student = [*encoder.clip.visual.parameters(), *self.projection.parameters()]
+        student: list[Any] = [*encoder.clip.visual.parameters(), *self.projection.parameters()]
+        # The teacher is whole on every rank, also where the tower is sharded.
+        student = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in student]
         torch._foreach_lerp_(teacher, student, 1 - self.momentum)
 
 
@@ -182,3 +216,9 @@ def _head(width: int, hidden: int, output: int, layers: int = 2) -> nn.Sequentia
         modules += [nn.Linear(width, hidden, bias=not plain), nn.BatchNorm1d(hidden), nn.ReLU()]
         width = hidden
     return nn.Sequential(*modules, nn.Linear(width, output, bias=not plain))
+
+
+def _run_head(head: nn.Module, values: Tensor, ranks: Ranks) -> Tensor:
+    for module in head.children():
+        values = batch_norm(module, values, ranks) if isinstance(module, nn.BatchNorm1d) else module(values)
+    return values

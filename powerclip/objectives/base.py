@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from powerclip.encoders.vision import dropout_selector
+from powerclip.objectives.plan import Draws, Plan
+from powerclip.ranks import ALONE, Ranks
+
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
     from powerclip.encoders import DualEncoder, Features
@@ -33,9 +37,13 @@ class Phase:
 class Objective(nn.Module):
     """A method of the paper's tables. Split in two so that features can be gathered, or cached, in between.
 
-    A run calls `attach` once, before the optimiser is made, then for each step `progress`, `encode`, `loss`, and after
-    the update `clamp` and `after_step`.
+    A run calls `attach` once, before the optimiser is made, then for each step `progress`, `draw`, `plan`, `encode`,
+    `loss`, and after the update `clamp` and `after_step`. What is random or concerns the batch as a whole belongs into
+    `draw`, `plan` and `loss`: `encode` may see a batch in parts, and twice. Parameters of an objective are used by its
+    `loss` alone: there the whole batch is at hand.
     """
+
+    dense = True  # whether the loss looks at patches and words: what it does not need is not kept
 
     elapsed: Tensor  # share of the run that is done; a tensor, so that compiled towers need not be compiled again
 
@@ -55,12 +63,40 @@ class Objective(nn.Module):
         """Note that `step` of `steps` updates are done."""
         self.elapsed.fill_(step / steps)
 
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
-        """Run the towers as this objective needs them, on images [C, 3, H, W] and tokens [C, L]."""
-        return encoder(images, tokens)
+    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
+        """The random numbers [C, …] that `count` images need; None when nothing is random."""
+        if not encoder.training or dropout_selector(encoder.clip.visual) is None:
+            return None
+        return draws(count, encoder.grid[0] * encoder.grid[1])
 
-    def loss(self, features: Features, batch: Batch) -> Terms:
-        """The loss of encoded features; each objective has its own."""
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+        """What is done with images [C, 3, H, W], given what was drawn for them.
+
+        `images` are all those of this rank; what the other ranks' images have to say is asked of `ranks`.
+        """
+        dropout = dropout_selector(encoder.clip.visual)
+        return Plan() if noise is None or dropout is None else Plan(kept=dropout.choose(noise))
+
+    def encode(
+        self, encoder: DualEncoder, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
+    ) -> Features:
+        """Run the towers as this objective needs them, on images [C, 3, H, W] and tokens [C, L].
+
+        Without the plan of these images one is made.
+        """
+        if plan is None:
+            plan = self.plan_alone(encoder, images)
+        return encoder(images, tokens, selector=None if plan.kept is None else plan.select, dense=self.dense)
+
+    def plan_alone(self, encoder: DualEncoder, images: Tensor) -> Plan:
+        """A plan for images that are the whole batch, drawn with torch's own generator."""
+        return self.plan(encoder, images, self.draw(encoder, len(images), Draws(images.device, None, ALONE)), ALONE)
+
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+        """The loss of encoded features; each objective has its own.
+
+        On several ranks, features and batch are this one's, and the mean over ranks is the loss of the whole batch.
+        """
         raise TypeError(f"{type(self).__name__} defines no loss")
 
     def clamp(self) -> None:
@@ -74,6 +110,12 @@ class Objective(nn.Module):
         return self.loss(self.encode(encoder, batch.images, batch.tokens), batch)
 
 
-def encode(objective: Objective, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
+def encode(
+    objective: Objective,
+    encoder: DualEncoder,
+    images: Tensor,
+    tokens: Tensor | tuple[Tensor, ...],
+    plan: Plan | None = None,
+) -> Features:
     """`objective.encode` as a function: with both modules as arguments, what is compiled for one pair fits the next."""
-    return objective.encode(encoder, images, tokens)
+    return objective.encode(encoder, images, tokens, plan)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.encoders.selector import PatchContext
 from powerclip.objectives.masked import MaskedClip
-from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
+from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
 from powerclip.objectives.selection.edges import edge_strength
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.selection.transport import balance
@@ -51,25 +52,15 @@ class ClipPgs(MaskedClip):
 
     def __init__(self, settings: ClipPgsSettings | None = None) -> None:
         super().__init__()
-        self.settings = settings or ClipPgsSettings()
+        self.settings: ClipPgsSettings = settings or ClipPgsSettings()
 
-    @torch.no_grad()
-    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
-        """The edges, and the patches that are far from every anchor."""
+    def look(self, context: PatchContext, grid: tuple[int, int], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Similarity to anchors that are no edges, and the edges."""
         settings = self.settings
         pixels, embeddings = pixel_similarity(context.images, grid), embedding_similarity(context.patches)
         similarity = torch.lerp(pixels, embeddings, self.elapsed)
         if settings.iterations:
             similarity = balance(similarity, settings.epsilon, settings.iterations)
         edges = edge_strength(context.images, grid) > settings.edge
-        count = similarity.shape[1]
-        draw, noise = torch.rand(2, len(similarity), count, device=similarity.device)
-        return select_clusters(
-            similarity,
-            draw_anchors(draw, anchor_count(count, settings.anchors), edges),
-            noise,
-            kept_count(count, settings.least),
-            ratio=settings.ratio,
-            threshold=settings.threshold,
-            protected=edges,
-        )
+        anchors = draw_anchors(noise, anchor_count(noise.shape[1], settings.anchors), edges)
+        return anchor_similarity(similarity, anchors, edges), edges

@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.encoders.selector import PatchContext
 from powerclip.objectives.masked import MaskedClip
-from powerclip.objectives.selection.clusters import anchor_count, draw_anchors, kept_count, select_clusters
+from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.settings import check_share
 
@@ -43,22 +44,13 @@ class EClip(MaskedClip):
 
     def __init__(self, settings: EClipSettings | None = None) -> None:
         super().__init__()
-        self.settings = settings or EClipSettings()
+        self.settings: EClipSettings = settings or EClipSettings()
 
-    @torch.no_grad()
-    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
-        """The patches that are far from every anchor."""
+    def look(self, context: PatchContext, grid: tuple[int, int], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Similarity to anchors anywhere in the image."""
         settings = self.settings
         similarity = pixel_similarity(context.images, grid)
         if settings.embedding:
             similarity = torch.lerp(similarity, embedding_similarity(context.patches), self.elapsed)
-        count = similarity.shape[1]
-        draw, noise = torch.rand(2, len(similarity), count, device=similarity.device)
-        return select_clusters(
-            similarity,
-            draw_anchors(draw, anchor_count(count, settings.anchors)),
-            noise,
-            kept_count(count, settings.least),
-            ratio=settings.ratio,
-            threshold=settings.threshold,
-        )
+        anchors = draw_anchors(noise, anchor_count(noise.shape[1], settings.anchors))
+        return anchor_similarity(similarity, anchors), None

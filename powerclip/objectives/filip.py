@@ -25,6 +25,7 @@ from powerclip.objectives.late_interaction import late_interaction
 from powerclip.objectives.scale import clamp_scale, learned_scale
 from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -44,15 +45,28 @@ class FilipSettings:
         check_positive("scale", self.scale)
 
 
-def filip_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor) -> Tensor:
-    """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal."""
+def filip_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal.
+
+    Of several ranks each has its own pairs; it meets its images with the captions of all.
+    """
     # Normalised in float32, multiplied in the towers' precision: at bf16 the products are ten times cheaper, and each
     # similarity is a mean over many.
     unit_words = F.normalize(torch.where(real.unsqueeze(-1), words.float(), 0.0), dim=-1).to(words.dtype)
     unit_patches = F.normalize(patches.float(), dim=-1).to(words.dtype)
-    image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real)
-    labels = torch.arange(len(real), device=real.device)
-    return (F.cross_entropy(scale * image_to_text, labels) + F.cross_entropy(scale * text_to_image.T, labels)) / 2
+    if not ranks.alone:
+        # Captions are only as long as the longest of their own rank.
+        missing = max(size for (size,) in ranks.numbers(real.shape[1])) - real.shape[1]
+        unit_words = ranks.gather(F.pad(unit_words, (0, 0, 0, missing)))
+        real = ranks.gather(F.pad(real, (0, missing)))
+    image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real)  # [images, captions] both
+    count = len(patches)
+    labels = torch.arange(count, device=real.device) + ranks.rows(count).start
+    # A caption's images lie in a column, which crosses all ranks.
+    logits = scale * text_to_image
+    column = ranks.logsumexp(logits.logsumexp(0))[ranks.rows(count)]
+    of_text = (column - logits.gather(1, labels.unsqueeze(-1)).squeeze(-1)).mean()
+    return (F.cross_entropy(scale * image_to_text, labels) + of_text) / 2
 
 
 class Filip(Objective):
@@ -63,12 +77,12 @@ class Filip(Objective):
         self.settings = settings or FilipSettings()
         self.log_scale = learned_scale(self.settings.scale)
 
-    def loss(self, features: Features, batch: Batch) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
         """The weighted sum of both losses."""
-        clip = clip_loss(features.image, features.text, features.logit_scale)
+        clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         real = real_tokens(batch.tokens, self.settings.ends)
         with torch.autocast(features.patches.device.type, enabled=False):
-            local = filip_loss(features.words, features.patches, real, self.log_scale.exp())
+            local = filip_loss(features.words, features.patches, real, self.log_scale.exp(), ranks)
         total = self.settings.global_weight * clip + local
         return Terms(
             total, {"clip": clip.detach(), "local": local.detach(), "local_scale": self.log_scale.detach().exp()}

@@ -18,10 +18,12 @@ from torch import Tensor
 from powerclip.encoders.selector import RandomPatches
 from powerclip.objectives.base import Phase
 from powerclip.objectives.clip import Clip
+from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.settings import check_least, check_share
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder, Features
+    from powerclip.encoders import DualEncoder
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Flip(Clip):
         super().progress(step, steps)
         self.masking = step < steps - round(self.settings.tuning * steps)
 
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
-        """Drop patches, unless this is the tuning phase."""
-        return encoder(images, tokens, selector=RandomPatches(self.settings.keep) if self.masking else None)
+    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
+        """A number for each patch, unless this is the tuning phase."""
+        return draws(count, encoder.grid[0] * encoder.grid[1]) if self.masking else None
+
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+        """The patches with the highest numbers stay."""
+        return Plan() if noise is None else Plan(kept=RandomPatches(self.settings.keep).choose(noise))

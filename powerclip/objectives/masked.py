@@ -1,27 +1,73 @@
-"""What the methods that mask clusters share: CLIP's loss on the patches that a method's own `select` leaves."""
+"""What the methods that mask clusters share: CLIP's loss on the patches that are far from randomly drawn anchors.
+
+Axes: C images · N patches
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.encoders.vision import embed_image
 from powerclip.objectives.clip import Clip
+from powerclip.objectives.plan import Draws, Plan
+from powerclip.objectives.selection.clusters import kept_count, mask_near
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder, Features
+    from powerclip.encoders import DualEncoder
+    from powerclip.objectives.clip_pgs import ClipPgsSettings
+    from powerclip.objectives.e_clip import EClipSettings
+
+# Images whose similarities, N² each, are formed at a time: 160 MB for 196 patches.
+BLOCK = 1024
 
 
 class MaskedClip(Clip):
-    """CLIP's loss of images without some of their patches."""
+    """CLIP's loss of images without some of their clusters."""
 
-    def encode(self, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> Features:
-        """Drop the patches that are not selected."""
-        grid = encoder.grid
-        return encoder(images, tokens, selector=lambda context: self.select(context, grid))
+    settings: EClipSettings | ClipPgsSettings
+
+    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
+        """Two numbers [C, 2, N] for each patch: for the anchors, and for what is dropped."""
+        return draws(count, 2, encoder.grid[0] * encoder.grid[1])
+
+    @torch.no_grad()
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+        """Choose the patches that stay; one threshold for the images of all ranks."""
+        assert noise is not None
+        near, protected = [], []
+        for some, drawn in zip(images.split(BLOCK), noise[:, 0].split(BLOCK), strict=True):
+            _, patches = embed_image(encoder.clip.visual, some)
+            similar, spared = self.look(PatchContext(some, patches), encoder.grid, drawn)
+            near.append(similar)
+            protected += [] if spared is None else [spared]
+        chosen = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
+        return Plan(kept=chosen.kept, shown=chosen.shown)
+
+    @torch.no_grad()
+    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
+        """The patches that stay, drawn with torch's own generator."""
+        drawn, noise = torch.rand(2, *context.patches.shape[:2], device=context.patches.device)
+        return self.choose(*self.look(context, grid, drawn), noise)
+
+    def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = ALONE) -> Selection:
+        """The patches that are far from every anchor."""
+        settings = self.settings
+        return mask_near(
+            near,
+            noise,
+            kept_count(near.shape[1], settings.least),
+            ratio=settings.ratio,
+            threshold=settings.threshold,
+            protected=protected,
+            ranks=ranks,
+        )
 
     @abstractmethod
-    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
-        """The patches that stay."""
+    def look(self, context: PatchContext, grid: tuple[int, int], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Draw anchors by `noise` [C, N]; each patch's similarity [C, N] to the nearest, and which are spared."""

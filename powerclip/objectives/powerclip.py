@@ -20,6 +20,7 @@ from powerclip.alignment.embed import embed_parts
 from powerclip.alignment.loss import alignment_loss
 from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
+from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -36,13 +37,14 @@ class PowerClip(Objective):
         learned = self.config.loss == "softmax"
         self.log_scale = nn.Parameter(torch.tensor(math.log(self.config.scale))) if learned else None
 
-    def loss(self, features: Features, batch: Batch) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
         """CLIP's loss plus the weighted alignment loss."""
-        clip = clip_loss(features.image, features.text, features.logit_scale)
+        clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         # Arguments reach ±1e4 at τ = 0.001: bf16 would keep three digits of them.
         with torch.autocast(features.patches.device.type, enabled=False):
-            parts = embed_parts(features.patches, batch.regions, features.words, batch.phrases, self.config)
-            align = alignment_loss(parts, self.config, None if self.log_scale is None else self.log_scale.exp())
+            parts = embed_parts(features.patches, batch.regions, features.words, batch.phrases, self.config, ranks)
+            scale = None if self.log_scale is None else self.log_scale.exp()
+            align = alignment_loss(parts, self.config, scale, ranks)
         logged = {
             "clip": clip,
             "alignment": align.loss,

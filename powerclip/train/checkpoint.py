@@ -85,11 +85,11 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def newest(folder: Path, warn: Callable[[str], None], *, afresh: bool = False) -> dict[str, Any] | None:
     """The newest good state in a folder, or None when it holds no checkpoint.
 
     A bad file is named to `warn` and set aside as `….refused`, so that it neither comes up again nor counts among
-    those that are kept. UserError when there are checkpoints and none is good.
+    those that are kept. When there are checkpoints and none is good: a UserError, or None with `afresh`.
     """
     for leftover in folder.glob(".step-*.unfinished"):
         leftover.unlink(missing_ok=True)
@@ -101,13 +101,22 @@ def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
             refused.append((path, error))
             continue
         for bad, reason in refused:
-            bad.rename(bad.with_name(bad.name + ".refused"))
+            _refuse(bad)
             warn(f"{reason}; going back to {path.name}")
         return state
+    if refused and afresh:
+        for bad, reason in refused:
+            _refuse(bad)
+            warn(f"{reason}; no good checkpoint is left, starting afresh")
+        return None
     if refused:
         more = f" (and {len(refused) - 1} older, bad as well)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0][1]}{more}; no good checkpoint is left: start again with --overwrite")
     return None
+
+
+def _refuse(path: Path) -> None:
+    path.rename(path.with_name(path.name + ".refused"))
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,12 +13,16 @@ from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.packed import PackedCorpus, pack_corpus
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scene_loader import SceneLoader
+from powerclip.data.shard_loader import ShardLoader
+from powerclip.data.shards import ShardSet, expand_shards, open_shards
+from powerclip.data.sidecar import Kind, sidecar_path
 from powerclip.data.stream import BatchLoader
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.evaluate.sugarcrepe import SugarCrepe, read_sugarcrepe
-from powerclip.train.recipe import Recipe
+from powerclip.ranks import ALONE, Ranks
+from powerclip.train.recipe import DataSection, Recipe
 
 T = TypeVar("T")
 
@@ -61,6 +65,28 @@ class CorpusStore:
 
         return self._once(("comparisons", path), read)
 
+    def shards(self, data: DataSection, ranks: Ranks = ALONE) -> ShardSet:
+        """The shards of a recipe's data section, indexed."""
+        assert data.shards is not None  # DataSection sees to it
+        shards = data.shards
+        paths = tuple(expand_shards(shards, "data.shards"))
+        folder = _sidecar_folder(data)
+
+        def find() -> ShardSet:
+            found = open_shards(
+                paths,
+                folder,
+                strict=data.strict,
+                max_bad=data.max_bad,
+                rank=ranks.rank,
+                world_size=ranks.count,
+                progress=self._say is not None,
+            )
+            self._tell(shards, found.summary())
+            return found
+
+        return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
+
     def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
         """A corpus of this store, packed for batches."""
         # The tokenizer's class is always open_clip's own; its context length is what can differ.
@@ -89,11 +115,13 @@ def make_loader(
     store: CorpusStore | None = None,
     device: torch.device | str = "cpu",
     compiled: bool = False,
+    ranks: Ranks = ALONE,
+    warn: Callable[[str], None] | None = None,
 ) -> BatchLoader:
     """The batches that a recipe describes, in the form that an encoder reads.
 
     `store` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
-    different lengths of captions.
+    different lengths of captions; `ranks` share each batch; `warn` is told, once, of each kind of fault in shards.
     """
     pixels = encoder.clip.visual.preprocess_cfg
     tokenizer = CaptionTokenizer(tokenizer_for(encoder))
@@ -112,16 +140,54 @@ def make_loader(
     }
     if data.source == "scenes":
         multiple = COMPILED_MULTIPLE if compiled else 1
-        return SceneLoader(tokenizer=tokenizer, nodes=recipe.nodes, length_multiple=multiple, **shared)
+        return SceneLoader(
+            tokenizer=tokenizer,
+            nodes=recipe.nodes,
+            length_multiple=multiple,
+            rank=ranks.rank,
+            world_size=ranks.count,
+            **shared,
+        )
     assert data.shards is not None  # DataSection sees to it
     store = store or CorpusStore()
     device = torch.device(device)
+    if data.source == "shards":
+        shards = store.shards(data, ranks)
+        folder = _sidecar_folder(data)
+        # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
+        aligns, segments = recipe.objective == "powerclip", recipe.regions.kind == "segments"
+        if aligns:
+            _check_sidecars(shards, "trees", folder)
+        if aligns and segments:
+            _check_sidecars(shards, "regions", folder)
+        return ShardLoader(
+            shards,
+            tokenizer=tokenizer,
+            sidecars=folder,
+            trees=aligns,
+            segments=aligns and segments,
+            nodes=recipe.nodes,
+            crop=data.crop,
+            window=data.window,
+            device=device,
+            length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
+            sort=device.type == "cuda",
+            rank=ranks.rank,
+            world_size=ranks.count,
+            strict=data.strict,
+            max_bad=data.max_bad,
+            warn=warn,
+            **shared,
+        )
     corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), data.trees)
     return CorpusLoader(
         store.packed(corpus, tokenizer, recipe.nodes, device),
         crop=data.crop,
         device=device,
         length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
+        sort=device.type == "cuda",
+        rank=ranks.rank,
+        world_size=ranks.count,
         **shared,
     )
 
@@ -130,6 +196,21 @@ def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
     """Let a model that is trained on squashed pictures say so: whoever evaluates it then squashes them too."""
     if recipe.data.source == "corpus":
         encoder.clip.visual.preprocess_cfg = {**encoder.clip.visual.preprocess_cfg, "resize_mode": "squash"}
+
+
+def _sidecar_folder(data: DataSection) -> Path | None:
+    return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
+
+
+def _check_sidecars(shards: ShardSet, kind: Kind, folder: Path | None) -> None:
+    """UserError when no shard has the annotations that were asked for: some may lack them, all is a mistake."""
+    asked = folder is not None or kind == "regions"
+    if asked and not any(sidecar_path(path, kind, folder).exists() for path in shards.paths):
+        where = f"in {folder}" if folder else "beside them"
+        name = sidecar_path(shards.paths[0], kind).name
+        raise UserError(
+            f"data.sidecars: no shard has its {kind} {where} (no {name}, …); make them with `powerclip annotate {kind}`"
+        )
 
 
 def _existing(path: Path, setting: str) -> Path:

@@ -1,13 +1,14 @@
-"""The training loop: one process, one device, everything that a step does on one page."""
+"""The training loop: everything that a step does on one page, for one process or for one of several ranks."""
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -16,18 +17,33 @@ from torch import Tensor
 from powerclip.data.batch import Batch
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
+from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives import Terms
+from powerclip.ranks import Ranks
 from powerclip.train import checkpoint
+from powerclip.train.accumulate import backward
+from powerclip.train.checkpoint_writer import CheckpointWriter
+from powerclip.train.chip import ChipShare
+from powerclip.train.clock import StepClock
 from powerclip.train.data import CorpusStore, make_loader, note_squashing
+from powerclip.train.distributed import Nothing, joined
+from powerclip.train.environment import note_environment
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
+from powerclip.train.guard import Guard, step_if_finite
+from powerclip.train.inputs import check_inputs
+from powerclip.train.length import with_steps
 from powerclip.train.metrics import CollapseWatch, MetricsLog, read_metrics
 from powerclip.train.optimizer import learning_rate
 from powerclip.train.progress import Progress, duration
 from powerclip.train.recipe import Recipe
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sharding import clip_gradients, whole_encoder
+from powerclip.train.signals import Signals, Stopped, Wish
 from powerclip.train.state import TrainState, start
-from powerclip.train.towers import is_compiled, run_towers
+from powerclip.train.statistics import batch_statistics, memory
+from powerclip.train.towers import is_compiled
+from powerclip.train.wandb_log import WandbLog, require_wandb
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ def train(
     recipe: Recipe,
     output: str | Path,
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     quiet: bool = False,
     console: Console | None = None,
@@ -56,7 +72,8 @@ def train(
     Args:
         recipe: what to run.
         output: the run folder.
-        resume: continue the unfinished run in `output`; a finished one is left as it is.
+        resume: continue the unfinished run in `output`; a finished one is left as it is. `auto` begins a run where
+            there is none, or none with a good checkpoint.
         overwrite: replace the run in `output`.
         quiet: print warnings only.
         console: where to print; standard output by default.
@@ -67,78 +84,149 @@ def train(
 
     Raises:
         UserError: the folder holds another run, no checkpoint is good, or the loss is no longer finite.
+        Stopped: SIGTERM asked for it; a checkpoint of the last step is written.
     """
+    with joined(recipe.train.device) as ranks:
+        return run(
+            recipe,
+            RunFolder(Path(output)),
+            ranks,
+            resume=resume,
+            overwrite=overwrite,
+            quiet=quiet,
+            console=console,
+            evaluate=evaluate,
+            store=store,
+            on_step=on_step,
+        )
+
+
+def run(
+    recipe: Recipe,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    resume: bool | Literal["auto"],
+    overwrite: bool,
+    quiet: bool,
+    console: Console | None,
+    evaluate: Evaluation | None,
+    store: CorpusStore | None,
+    on_step: Callable[[TrainState], None] | None,
+) -> RunResult:
+    """`train` on one of the ranks; the first one writes and prints."""
     began = time.perf_counter()
     settings = recipe.train
-    folder = RunFolder(Path(output))
-    if resume:
-        folder.check_same(recipe)
-    else:
-        folder.check_free(overwrite=overwrite)
+    afresh = resume == "auto"
+    resume = ranks.from_first(lambda: may_begin(folder, recipe, resume, overwrite))
+    console = console if ranks.first else Console(quiet=True)
     progress = Progress(folder.root.name, settings.steps, quiet=quiet, console=console)
+    wandb = settings.wandb
+    if wandb:
+        require_wandb()
     # What can be wrong with a recipe shows here, before anything is written.
-    state = start(recipe)
+    ranks.together(lambda: check_inputs(recipe))
+    state = ranks.together(lambda: start(recipe, ranks))
     if resume and folder.finished:
         progress.say(f"{folder.root} is finished: nothing to resume")
         return finished_run(folder, state.device)
     note_squashing(recipe, state.encoder)
     store = store or CorpusStore(progress.say)
     compiled = is_compiled(settings, state.device)
-    loader = make_loader(recipe, state.encoder, store=store, device=state.device, compiled=compiled)
-    evaluate = evaluate or make_evaluation(recipe, state.encoder, store)
+    loader = ranks.together(
+        lambda: make_loader(
+            recipe,
+            state.encoder,
+            store=store,
+            device=state.device,
+            compiled=compiled,
+            ranks=ranks,
+            warn=progress.warn,
+        )
+    )
+    evaluate = evaluate or ranks.together(lambda: make_evaluation(recipe, state.encoder, store))
+    recipe = with_steps(recipe, loader)
+    settings, progress.total = recipe.train, recipe.train.steps
+    guard = Guard(settings.max_skipped, (state.encoder, state.objective), progress.warn)
     if resume:
-        saved = checkpoint.newest(folder.checkpoints, progress.warn)
+        folder.check_same(recipe)
+        saved = newest_state(folder, ranks, progress, afresh=afresh)
         if saved is not None:
             state.restore(saved)
+            guard.restore(saved.get("guard", {}))
         progress.say(f"{folder.root} continues after step {state.step} of {settings.steps}")
-    else:
+    elif ranks.first:
         folder.begin(recipe)
 
-    log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step)
+    log: MetricsLog | Nothing = Nothing()
+    writer: CheckpointWriter | Nothing = Nothing()
+    if ranks.first:
+        note_environment(folder.environment, state.step)
+        also = [WandbLog(wandb, recipe, folder.root, resumed=state.step > 0)] if wandb else []
+        log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step, also=also)
+        writer = CheckpointWriter(folder.checkpoints, settings.keep, progress.warn)
+    chip = ChipShare(recipe, state.device, gpus=ranks.count)
     watch = CollapseWatch()
+    clock = StepClock(state.step, settings.batch_size)
+    counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
     values: dict[str, float] | None = None
-    clock, clock_step = time.perf_counter(), state.step
     try:
-        with progress.after(state.step), closing(loader.stream(state.step, settings.steps)) as batches:
-            for batch in batches:
+        with (
+            progress.after(state.step),
+            Signals(settings.checkpoint_minutes) as signals,
+            closing(loader.stream(state.step, settings.steps)) as batches,
+        ):
+            for batch in clock.watch(batches):
                 rate, terms, norm = train_step(state, batch.to(state.device, non_blocking=True), recipe)
+                guard.watch(state.step, terms, norm)
                 watch.add(terms.parts)
+                counts.update(batch.counts)
                 step, last = state.step, state.step == settings.steps
+                wish = Wish(ranks.most(signals.wish()))
                 values = None
                 logged = last or step % settings.log_every == 0 or step == 1
-                kept = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0 and not last
-                if logged or kept or state.device.type == "cpu":  # elsewhere reading the loss waits for the GPU
-                    check_finite(step, terms, norm)
+                kept = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
                 if logged:
-                    now = time.perf_counter()
                     values = {
                         "loss": float(terms.total.detach()),
                         **{name: float(part) for name, part in terms.parts.items()},
                         "lr": rate,
                         "logit_scale": float(state.encoder.clip.logit_scale.detach().exp()),
                         "grad_norm": float(norm),
-                        "samples_per_second": (step - clock_step) * settings.batch_size / (now - clock),
+                        "skipped": guard.skipped,
+                        **clock.read(step),
+                        **ranks.mean_of(batch_statistics(batch)),
+                        **sum(ranks.collect(counts), Counter()),
+                        **memory(state.device),
                     }
-                    clock, clock_step = now, step
+                    values |= chip.read(values["samples_per_second"], round(batch.padded_length))
                     log.write(step, values)
+                    counts.clear()
                 progress.update(step, values)
                 if logged and (warning := watch.warning()):
                     progress.warn(warning)
                 if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:
-                    paused = time.perf_counter()
-                    log.write(step, run_evaluation(evaluate, state))
-                    clock += time.perf_counter() - paused  # samples/s are those of training
-                if kept:
-                    checkpoint.write(folder.checkpoints, step, state.snapshot(), settings.keep)
+                    with clock.pause():
+                        log.write(step, run_evaluation(evaluate, state))
+                if (kept or wish) and not last:
+                    guard.settle()
+                    writer.write(step, {**state.snapshot(), "guard": guard.snapshot()})
+                    signals.written()
+                if wish is Wish.STOP and not last:
+                    writer.wait(needed=True)
+                    raise Stopped(f"stopped after step {step} of {settings.steps}, as asked")
                 if on_step:
                     on_step(state)
-        if settings.save_model:
-            save(state.encoder.eval(), folder.model)
+            guard.settle()
+        encoder = whole_encoder(state.encoder).eval()
+        if settings.save_model and ranks.first:
+            save(encoder, folder.model)
         scores = run_evaluation(evaluate, state) if evaluate else {}
         if scores:
             log.write(settings.steps, scores)
     finally:
         log.close()
+        writer.wait()
     results = Results(
         steps=settings.steps,
         seconds=time.perf_counter() - began,
@@ -146,11 +234,36 @@ def train(
         scores={name.removeprefix("evaluate/"): score for name, score in scores.items()},
         last=values or {},
     )
-    write_results(folder.results, results)
+    if ranks.first:
+        write_results(folder.results, results)
     progress.say(f"{folder.root} finished after {settings.steps} steps ({duration(results.seconds)})")
     if scores:
         progress.say(f"{folder.root.name}  {describe(results.scores)}")
-    return RunResult(folder, state.encoder.eval(), results)
+    return RunResult(folder, encoder.eval(), results)
+
+
+def may_begin(folder: RunFolder, recipe: Recipe, resume: bool | Literal["auto"], overwrite: bool) -> bool:
+    """Whether the run in a folder is continued; UserError when it can neither be continued nor begun."""
+    resume = folder.holds_run() if resume == "auto" else resume
+    if resume:
+        folder.check_same(recipe, counted=False)
+    else:
+        folder.check_free(overwrite=overwrite)
+    return resume
+
+
+def newest_state(folder: RunFolder, ranks: Ranks, progress: Progress, *, afresh: bool) -> dict[str, Any] | None:
+    """The newest good checkpoint; the first rank looks for it, the others read the same."""
+    looked: list[dict[str, Any] | None] = []
+
+    def look() -> int | None:
+        looked.append(checkpoint.newest(folder.checkpoints, progress.warn, afresh=afresh))
+        return None if looked[0] is None else looked[0]["step"]
+
+    step = ranks.from_first(look)
+    if step is None or ranks.first:
+        return looked[0] if looked else None
+    return checkpoint.read(checkpoint.checkpoint_path(folder.checkpoints, step))
 
 
 def finished_run(folder: RunFolder, device: torch.device) -> RunResult:
@@ -170,15 +283,10 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     state.objective.progress(state.step, steps)
-    features = run_towers(recipe.train, state.objective, state.encoder, batch.images, batch.tokens)
-    # Outside of autocast: similarities that carry a gradient are float32.
-    terms = state.objective.loss(features, batch)
-    state.optimizer.zero_grad(set_to_none=True)
-    terms.total.backward()
+    terms = share_terms(backward(state, batch, recipe), state.ranks)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    # Without a limit the call only measures.
-    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optim.grad_clip or math.inf)
-    state.optimizer.step()
+    norm = clip_gradients(parameters, recipe.optim.grad_clip)
+    step_if_finite(state.optimizer, norm)
     state.encoder.clamp_logit_scale()
     state.objective.clamp()
     state.objective.after_step(state.encoder)
@@ -186,27 +294,23 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     return rate, terms, norm
 
 
-def check_finite(step: int, terms: Terms, norm: Tensor) -> None:
-    """UserError when the loss or its gradient is NaN or infinite.
-
-    What is not finite stays so, through AdamW's moments: looking only now and then misses nothing, and looking
-    before each checkpoint keeps those good.
-    """
-    loss = float(terms.total.detach())
-    if math.isfinite(loss) and math.isfinite(float(norm)):
-        return
-    parts = ", ".join(f"{name} {float(part):g}" for name, part in terms.parts.items())
-    raise UserError(
-        f"training diverged at step {step}: loss {loss:g}, gradient norm {float(norm):g} ({parts}). "
-        "Try a smaller optim.lr, a longer optim.warmup or optim.grad_clip=1"
-    )
+def share_terms(terms: Terms, ranks: Ranks) -> Terms:
+    """The terms of the whole batch, from those of each rank."""
+    if ranks.alone:
+        return terms
+    values = torch.stack([terms.total.detach(), *(part.to(terms.total.dtype) for part in terms.parts.values())])
+    total, *parts = ranks.mean(values).unbind()
+    return Terms(total, dict(zip(terms.parts, parts, strict=True)))
 
 
 def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
-    """Scores of the model as it is, under `evaluate/…`; training goes on as if nothing had been asked."""
+    """Scores of the model as it is, under `evaluate/…`; training goes on as if nothing had been asked.
+
+    All ranks ask, and each embeds its share.
+    """
     with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []), torch.no_grad():
         try:
-            scores = evaluate(state.encoder.eval())
+            scores = evaluate(spread_encoder(whole_encoder(state.encoder), state.ranks).eval())
         finally:
             state.encoder.train()
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}

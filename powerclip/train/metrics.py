@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +17,24 @@ WINDOW = 50
 DEAD = 0.99
 
 
+class Sink(Protocol):
+    """Another place that rows go to."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step."""
+
+    def close(self) -> None:
+        """Take leave."""
+
+
 class MetricsLog:
-    """Rows of scalars, appended to `metrics.jsonl` and to tensorboard.
+    """Rows of scalars, appended to `metrics.jsonl` and to tensorboard, and handed to `also`.
 
     `after` is the step that the run continues from: rows of a later step, which an interrupted run may have left,
     are dropped, as they are about to be written again.
     """
 
-    def __init__(self, path: Path, tensorboard: Path, after: int):
+    def __init__(self, path: Path, tensorboard: Path, after: int, also: Sequence[Sink] = ()):
         # Imports half of tensorboard: only those who train pay for it.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -33,6 +44,7 @@ class MetricsLog:
         os.replace(unfinished, path)
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1 if after else None)
+        self._also = also
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Note the values of a step. The line reaches the file at once, so that a running run can be watched."""
@@ -40,11 +52,15 @@ class MetricsLog:
         self._file.flush()
         for name, value in values.items():
             self._tensorboard.add_scalar(name if "/" in name else f"train/{name}", value, step)
+        for sink in self._also:
+            sink.write(step, values)
 
     def close(self) -> None:
         """Write out what tensorboard still holds."""
         self._file.close()
         self._tensorboard.close()
+        for sink in self._also:
+            sink.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:

@@ -20,7 +20,8 @@ class Progress:
 
     def __init__(self, name: str, total: int, *, quiet: bool, console: Console | None = None):
         self.console = console or Console()
-        self._name, self._total, self._quiet = name, total, quiet
+        self._name, self._quiet = name, quiet
+        self.total = total  # steps of the run; may still change before the first one
         self._start = 0
         self._began = time.perf_counter()
         self._bar: RichProgress | None = None
@@ -38,7 +39,7 @@ class Progress:
         """The same, for a run that begins after `step`."""
         self._start = step
         if self._bar:
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._task, completed=step, total=self.total)
         return self
 
     def __enter__(self) -> Progress:
@@ -60,8 +61,8 @@ class Progress:
             if values is not None:
                 self._bar.update(self._task, terms=escape(self._terms(step, values)))
         elif values is not None and not self._quiet:
-            width = len(str(self._total))
-            self.say(f"{self._name}  step {step:{width}d}/{self._total}  {self._terms(step, values)}")
+            width = len(str(self.total))
+            self.say(f"{self._name}  step {step:{width}d}/{self.total}  {self._terms(step, values)}")
 
     def say(self, text: str) -> None:
         """A line of information."""
@@ -78,7 +79,7 @@ class Progress:
             shown.pop()
         shown.append(f"{values['samples_per_second']:,.0f} samples/s")
         elapsed = time.perf_counter() - self._began
-        left = elapsed / max(1, step - self._start) * (self._total - step)
+        left = elapsed / max(1, step - self._start) * (self.total - step)
         shown.append(f"eta {duration(left)}")
         return "  ".join(shown)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,17 +32,30 @@ class ModelSection:
 class DataSection:
     """Where the pairs come from."""
 
-    source: Literal["scenes", "corpus"] = "scenes"
-    shards: str | None = None  # of a corpus: a path or pattern, environment variables in it are expanded
+    source: Literal["scenes", "corpus", "shards"] = "scenes"  # corpus: small, kept in memory; shards: read as needed
+    shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
     trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
-    crop: float = 0.9  # of a corpus: smallest share of a picture that a crop keeps
+    sidecars: str | None = None  # of shards: the folder of their annotations and indices; null: beside the shards
+    crop: float = 0.9  # smallest share of a picture that a crop keeps
     seed: int = 0
-    workers: int = 1  # threads that prepare batches ahead; 0: each batch is made when it is needed
+    window: int = 8  # of shards: how many are shuffled together
+    workers: int = 1  # prepare batches ahead: threads, of shards processes; 0: each batch is made when it is needed
+    strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
+    max_bad: float = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
+    samples: int | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
 
     def __post_init__(self) -> None:
         _at_least(0, data_seed=self.seed, data_workers=self.workers)
+        _at_least(1, data_samples=1 if self.samples is None else self.samples)
         if self.source == "corpus" and not self.shards:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
+        if self.source == "shards" and not self.shards:
+            raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
+        if self.source == "shards" and self.trees:
+            raise ValueError("data.trees is a corpus' file; the trees of shards lie in sidecars (data.sidecars)")
+        _at_least(1, data_window=self.window)
+        if not 0 <= self.max_bad <= 1:
+            raise ValueError(f"data.max_bad must lie in [0, 1], not {self.max_bad}")
         if not 0 < self.crop <= 1:
             raise ValueError(f"data.crop must lie in (0, 1], not {self.crop}")
 
@@ -50,7 +64,7 @@ class DataSection:
 class RegionsSection:
     """Which regions of an image take part (§3.2)."""
 
-    kind: Literal["random"] = "random"
+    kind: Literal["random", "segments"] = "random"  # segments: stored masks, topped up with random boxes
     count: int = 10  # M
     largest: float = 1.0  # longest side of a box, as a share of the picture's
 
@@ -89,19 +103,28 @@ class TrainSection:
     """How long, on what, and what is written down on the way."""
 
     steps: int = 1000
+    epochs: float | None = None  # instead of steps: passes over the data
     batch_size: int = 128  # C
     seed: int = 0  # of the weights and the regions; the scenes have data.seed
     device: str = "auto"  # auto: a GPU when there is one
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
-    compile: Literal["auto", "always", "never"] = "auto"  # the towers; auto: on a GPU
+    # The towers: as a whole, or each block by itself, which is there in a quarter of the time; auto: whole, on a GPU
+    compile: Literal["auto", "always", "blocks", "never"] = "auto"
+    accumulate: int = 1  # parts in which each rank's share of a batch goes through the towers; the loss sees all of it
+    checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
+    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser spread over ranks (FSDP)
     log_every: int = 10
-    checkpoint_every: int = 100  # 0: only the finished model is written
+    checkpoint_every: int = 100  # steps; 0: none by their count
+    checkpoint_minutes: float | None = None  # minutes after the last one another is written
     keep: int = 2  # checkpoints
+    max_skipped: int = 10  # updates in a row that may be left out because something is not finite
     evaluate_every: int = 0  # 0: only at the end
     save_model: bool = True  # false: the run leaves its results alone
+    wandb: str | None = None  # a Weights & Biases project that metrics go to as well
 
     def __post_init__(self) -> None:
         _at_least(1, train_steps=self.steps, train_log_every=self.log_every, train_keep=self.keep)
+        _at_least(1, train_accumulate=self.accumulate)
         # One pair has no negative to be told apart from.
         _at_least(2, train_batch_size=self.batch_size)
         _at_least(
@@ -109,7 +132,12 @@ class TrainSection:
             train_seed=self.seed,
             train_checkpoint_every=self.checkpoint_every,
             train_evaluate_every=self.evaluate_every,
+            train_max_skipped=self.max_skipped,
         )
+        for name in ("epochs", "checkpoint_minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"train.{name} must be positive or null, not {value}")
 
 
 @dataclass(frozen=True)
@@ -137,6 +165,8 @@ class Recipe:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
     def __post_init__(self) -> None:
+        if self.regions.kind == "segments" and self.data.source != "shards":
+            raise ValueError("regions.kind: segments needs masks, which only data.source: shards has (in sidecars)")
         enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
         if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
             raise ValueError(
@@ -149,12 +179,20 @@ class Recipe:
 FREE_ON_RESUME = frozenset(
     {
         "data.workers",
+        "data.strict",
+        "data.max_bad",
         "train.device",
         "train.log_every",
         "train.checkpoint_every",
+        "train.checkpoint_minutes",
+        "train.max_skipped",
+        "train.wandb",
         "train.keep",
         "train.evaluate_every",
         "train.save_model",
+        "train.accumulate",
+        "train.checkpoint_activations",
+        "train.sharding",
         "evaluation.retrieval",
         "evaluation.composition",
         "evaluation.scenes",
@@ -172,6 +210,7 @@ def load_recipe(
     path = find_recipe(name)
     values: dict[str, Any] = {}
     for file, layer in _layers(path):
+        _check_length(layer, str(file))
         values = _merge(values, schema.check(layer, Recipe, str(file)))
     if changes is not None:
         values = _merge(values, schema.check(changes, Recipe, source))
@@ -191,14 +230,23 @@ def dump(recipe: Recipe) -> str:
     return yaml_text.write(asdict(recipe))
 
 
-def differences(old: Recipe, new: Recipe) -> list[str]:
-    """What separates two recipes so that one cannot continue the other: `optim.lr: 0.001 → 0.002`, …"""
+def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
+    """What separates two recipes so that one cannot continue the other: `optim.lr: 0.001 → 0.002`, …
+
+    `counted` says whether the steps of `new`, where they follow from epochs and the data, are known yet.
+    """
     before, after = _flatten(asdict(old)), _flatten(asdict(new))
+    unknown = {"train.steps"} if not counted and new.train.epochs is not None and new.data.samples is None else set()
     return [
         f"{key}: {before.get(key)} → {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
-        if key not in FREE_ON_RESUME and before.get(key) != after.get(key)
+        if key not in FREE_ON_RESUME | unknown and before.get(key) != after.get(key)
     ]
+
+
+def steps_of(epochs: float, steps_per_epoch: int) -> int:
+    """Steps in that many epochs of so many whole batches, at least one."""
+    return max(1, round(epochs * steps_per_epoch))
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -273,8 +321,17 @@ def _parse_override(text: str) -> dict[str, Any]:
     return nested  # type: ignore[no-any-return]
 
 
+def _check_length(layer: Mapping[str, Any], where: str) -> None:
+    train = layer.get("train")
+    if isinstance(train, dict) and train.get("steps") is not None and train.get("epochs") is not None:
+        raise UserError(f"{where}: train.steps and train.epochs both say how long; give one of them")
+
+
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
     merged = dict(below)
+    if top and isinstance(below.get("train"), dict) and "steps" in above.get("train", {}):
+        # Steps and epochs both say how long; the upper layer's word counts.
+        merged["train"] = {key: value for key, value in below["train"].items() if key != "epochs"}
     for key, value in above.items():
         # A preset is a place to start from: what was set before it does not survive it.
         fresh = top and key == "alignment" and "preset" in value
@@ -293,9 +350,19 @@ def _build(values: dict[str, Any], where: str) -> Recipe:
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}
         recipe = schema.build(Recipe, {**rest, "alignment": asdict(alignment)})
         settings = _objective_settings(recipe.objective, values.get("objective_settings", {}), where)
-        return replace(recipe, objective_settings=settings)
+        return replace(recipe, objective_settings=settings, train=_with_length(recipe))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _with_length(recipe: Recipe) -> TrainSection:
+    """The train section with the steps that follow from epochs, where the number of samples is given."""
+    train, samples = recipe.train, recipe.data.samples
+    if train.epochs is None or samples is None:
+        return train
+    if samples < train.batch_size:
+        raise ValueError(f"train.batch_size is {train.batch_size}, but data.samples is only {samples}")
+    return replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
 
 
 def _objective_settings(objective: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,7 +13,11 @@ from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`recipe.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once finished, `model/`, `results.json`."""
+    """What a run writes.
+
+    `recipe.yaml`, `environment.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once it is finished,
+    `model/` and `results.json`.
+    """
 
     root: Path
 
@@ -21,6 +25,11 @@ class RunFolder:
     def recipe(self) -> Path:
         """The recipe as it was run, with every default spelled out."""
         return self.root / "recipe.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """The machine, the versions and the revision of the code: one entry for each start of the run."""
+        return self.root / "environment.json"
 
     @property
     def metrics(self) -> Path:
@@ -73,18 +82,26 @@ class RunFolder:
         self.results.unlink(missing_ok=True)
         for path in (self.model, self.checkpoints, self.tensorboard):
             shutil.rmtree(path, ignore_errors=True)
-        self.metrics.unlink(missing_ok=True)
+        for file in (self.metrics, self.environment):
+            file.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
         unfinished = self.recipe.with_name(f".{self.recipe.name}.unfinished")
         unfinished.write_text(dump(recipe), encoding="utf-8")
         os.replace(unfinished, self.recipe)
 
-    def check_same(self, recipe: Recipe) -> None:
-        """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`."""
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.recipe.is_file()
+
+    def check_same(self, recipe: Recipe, *, counted: bool = True) -> None:
+        """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`.
+
+        `counted` says whether steps that follow from epochs are known yet.
+        """
         if not self.recipe.is_file():
             raise UserError(f"nothing to resume in {self.root}; leave --resume out to begin a run there")
         begun = parse_recipe(self.recipe.read_text(encoding="utf-8"), str(self.recipe))
-        changed = differences(begun, recipe)
+        changed = differences(begun, recipe, counted=counted)
         if changed:
             shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             raise UserError(f"cannot resume {self.root} with another recipe ({shown})")

@@ -8,68 +8,105 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from powerclip.encoders import DualEncoder, build
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
+from powerclip.ranks import ALONE, Ranks
+from powerclip.train.distributed import check_batch, own_gpu, wrap
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.recipe import Recipe
+from powerclip.train.sharding import is_sharded, load_module, load_optimizer, shard, whole
+from powerclip.train.towers import Towers, compile_blocks, is_compiled
 
 
 @dataclass
 class TrainState:
-    """Everything that changes from step to step. The data are a function of `step` and need no state."""
+    """Everything that changes from step to step. The data and what is drawn are functions of `step`: no state."""
 
     step: int  # finished updates
     device: torch.device
     encoder: DualEncoder
     objective: Objective
     optimizer: torch.optim.Optimizer
+    bare_towers: Towers  # the encoder as the objective runs it
+    towers: nn.Module  # the same, wrapped so that gradients are averaged over ranks
+    ranks: Ranks = ALONE
+
+    @property
+    def loose(self) -> list[Tensor]:
+        """The parameters whose gradients no wrapper averages over ranks."""
+        trained: list[Tensor] = [p for p in self.objective.parameters() if p.requires_grad]
+        if any(is_sharded(p) for p in self.encoder.parameters()):
+            trained += [p for p in self.encoder.parameters() if p.requires_grad and not is_sharded(p)]
+        return trained
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values and tensors that `restore` brings back."""
+        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must ask."""
         cuda = self.device.type == "cuda"
+        # Nothing in a step draws from these: they are kept for what an objective of one's own may do.
+        generators = {
+            "python": random.getstate(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
+        }
         return {
-            "encoder": self.encoder.state_dict(),
+            "encoder": whole(self.encoder.state_dict()),
             "objective": self.objective.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": {
-                "python": random.getstate(),
-                "torch": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
-            },
+            "optimizer": whole(self.optimizer.state_dict()),
+            "random": self.ranks.collect(generators),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue where `saved`, a snapshot with its step, stopped."""
-        self.encoder.load_state_dict(saved["encoder"])
+        load_module(self.encoder, saved["encoder"])
         self.objective.load_state_dict(saved["objective"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        load_optimizer(self.optimizer, saved["optimizer"])
         self.step = saved["step"]
-        random.setstate(saved["random"]["python"])
-        torch.set_rng_state(saved["random"]["torch"])
-        if self.device.type == "cuda" and saved["random"]["cuda"] is not None:
-            torch.cuda.set_rng_state(saved["random"]["cuda"], self.device)
+        if len(saved["random"]) != self.ranks.count:
+            return
+        own = saved["random"][self.ranks.rank]
+        random.setstate(own["python"])
+        torch.set_rng_state(own["torch"])
+        if self.device.type == "cuda" and own["cuda"] is not None:
+            torch.cuda.set_rng_state(own["cuda"], self.device)
 
 
-def start(recipe: Recipe) -> TrainState:
+def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     """A run at step 0: weights drawn from `train.seed`, or pretrained ones."""
-    device = choose_device(recipe.train.device)
-    random.seed(recipe.train.seed)
-    torch.manual_seed(recipe.train.seed)
-    model = recipe.model
+    settings, model = recipe.train, recipe.model
+    check_batch(settings, ranks)
+    device = choose_device(settings.device, ranks)
+    random.seed(settings.seed)
+    torch.manual_seed(settings.seed)
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
+    if settings.checkpoint_activations:
+        encoder.clip.set_grad_checkpointing(True)
+    if encoder.clip.logit_bias is not None:
+        # A sigmoid loss's: no objective here has a use for it, and ranks would wait for its gradient.
+        encoder.clip.logit_bias.requires_grad_(False)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()
+    sharded = settings.sharding == "full" and not ranks.alone
+    by_blocks = sharded or settings.compile == "blocks"
+    bare = Towers(settings, objective, encoder, sharded=sharded)
+    towers: nn.Module = bare
+    if by_blocks and is_compiled(settings, device):
+        compile_blocks(encoder)
+    if sharded:
+        shard(bare, device)
+    else:
+        towers = wrap(bare, device, ranks)
     optimizer = make_optimizer([encoder, objective], recipe.optim)
-    return TrainState(0, device, encoder, objective, optimizer)
+    return TrainState(0, device, encoder, objective, optimizer, bare, towers, ranks)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name; `auto` is a GPU when there is one."""
+def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
+    """The device of that name; `auto` is a GPU when there is one, and each of several ranks has its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -78,4 +115,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"train.device: {name} is not there (GPUs that torch sees: {torch.cuda.device_count()})")
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"train.device: {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and not ranks.alone:
+        if device.index is not None:
+            raise UserError(f"train.device: {name} is one GPU, and there are {ranks.count} ranks; use auto or cuda")
+        return own_gpu(ranks)
     return device

@@ -1,4 +1,4 @@
-"""How the towers run while training: in which precision, and compiled or not."""
+"""How the towers run while training: in which precision, compiled or not, wrapped for several ranks or not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from powerclip.encoders.text import text_tower
 from powerclip.objectives import Objective, encode
+from powerclip.objectives.plan import Plan
+from powerclip.ranks import ALONE, Ranks
 from powerclip.train.recipe import TrainSection
 
 if TYPE_CHECKING:
@@ -27,22 +30,104 @@ def in_bf16(settings: TrainSection, device: torch.device) -> bool:
 
 def is_compiled(settings: TrainSection, device: torch.device) -> bool:
     """Whether the towers are compiled under these settings."""
-    return settings.compile == "always" or (settings.compile == "auto" and device.type == "cuda")
+    return settings.compile in ("always", "blocks") or (settings.compile == "auto" and device.type == "cuda")
 
 
 def run_towers(
-    settings: TrainSection, objective: Objective, encoder: DualEncoder, images: Tensor, tokens: Tensor
+    settings: TrainSection,
+    objective: Objective,
+    encoder: DualEncoder,
+    images: Tensor,
+    tokens: Tensor | tuple[Tensor, ...],
+    plan: Plan | None = None,
+    *,
+    compiled: bool | None = None,
 ) -> Features:
-    """The features of a batch as `objective` needs them."""
+    """The features of a batch as `objective` needs them; compiled as the settings say unless told otherwise."""
     device = images.device
-    run = compiled_encode() if is_compiled(settings, device) else encode
+    run = compiled_encode() if (is_compiled(settings, device) if compiled is None else compiled) else encode
     with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16(settings, device)):
-        return run(objective, encoder, images, tokens)
+        return run(objective, encoder, images, tokens, plan)
 
 
 @cache
 def compiled_encode(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Features]:
     """`encode`, compiled once for a process: later runs with towers of the same structure find it warm."""
+    return _compile(encode, backend)
+
+
+@cache
+def compiled_plan() -> Callable[..., Plan]:
+    """An objective's plan, compiled likewise: some look at every pair of an image's patches."""
+    return _compile(make_plan, "inductor")
+
+
+def make_plan(objective: Objective, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks) -> Plan:
+    """`objective.plan` as a function."""
+    return objective.plan(encoder, images, noise, ranks)
+
+
+class Towers(nn.Module):
+    """Both towers as an objective runs them: what DistributedDataParallel and FSDP wrap.
+
+    The objective is no part of it. Its own parameters are few and used by the loss, where no wrapper looks.
+
+    Args:
+        settings: how to run.
+        objective: what to run for.
+        encoder: what is run.
+        sharded: its weights are spread over ranks; then blocks are compiled one by one, as weights come and go between
+            them.
+    """
+
+    def __init__(self, settings: TrainSection, objective: Objective, encoder: DualEncoder, *, sharded: bool = False):
+        super().__init__()
+        self.encoder = encoder
+        self._settings, self._sharded = settings, sharded
+        self._objective = (objective,)  # in a tuple: nn.Module would make it a part
+
+    def forward(
+        self, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
+    ) -> tuple[type, dict[str, Any]]:
+        """The class of the features and its fields: wrappers look for tensors in plain containers only."""
+        by_blocks = self._sharded or self._settings.compile == "blocks"
+        compiled = is_compiled(self._settings, images.device) and not by_blocks
+        features = run_towers(self._settings, self._objective[0], self.encoder, images, tokens, plan, compiled=compiled)
+        fields = vars(features)
+        if self._sharded:
+            # FSDP hangs its hooks on what is returned, and they would not survive a change of what a view shows.
+            fields = {k: v.clone() if isinstance(v, Tensor) and v._is_view() else v for k, v in fields.items()}
+        return type(features), fields
+
+    @torch.no_grad()
+    def plan(self, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+        """What the objective decides on before the towers run."""
+        if noise is None:
+            return Plan()
+        device = images.device
+        run = compiled_plan() if is_compiled(self._settings, device) and not self._sharded else make_plan
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16(self._settings, device)):
+            return run(self._objective[0], self.encoder, images, noise, ranks)
+
+
+def transformer_blocks(encoder: DualEncoder) -> list[nn.Module]:
+    """The blocks of both towers, in the order in which they run."""
+    clip = encoder.clip
+    return [*clip.visual.transformer.resblocks, *text_tower(clip).transformer.resblocks]
+
+
+def compile_blocks(encoder: DualEncoder) -> None:
+    """Compile the blocks of both towers, each by itself, in place."""
+    _raise_limit()
+    for block in transformer_blocks(encoder):
+        block.compile(dynamic=False)
+
+
+def _compile(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    _raise_limit()
+    return torch.compile(function, dynamic=False, backend=backend)
+
+
+def _raise_limit() -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(encode, dynamic=False, backend=backend)

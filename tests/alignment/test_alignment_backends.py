@@ -17,7 +17,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def test_the_device_decides_unless_the_setting_does():
     assert choose(AlignmentConfig(), CPU) == "reference"
-    assert choose(AlignmentConfig(), GPU) == "torch"
+    assert choose(AlignmentConfig(), GPU) == "triton"
+    assert choose(AlignmentConfig(region_sets=False), GPU) == "torch"  # no kernel knows these settings
     assert choose(AlignmentConfig(backend="torch"), CPU) == "torch"
     assert choose(AlignmentConfig(backend="reference"), GPU) == "reference"
 

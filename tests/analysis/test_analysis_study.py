@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from powerclip.analysis import study_run
 from powerclip.analysis.study import Setting, Study, read_study
+from powerclip.analysis.study_curves import curves_page
 from powerclip.analysis.study_run import run_study
 from powerclip.analysis.study_table import markdown, summary, terminal
 from powerclip.errors import UserError
@@ -187,6 +189,14 @@ def test_a_change_of_the_evaluation_alone_runs_again(folder):
     assert "composition/mean" not in outcomes["clip"][0].scores
 
 
+def test_the_losses_that_a_method_adds_have_their_curves(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "clip": 4, "local": 3, "simclr": 2, "byol": 1, "unknown": 0} for step in (1, 2)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = curves_page({"made up": [log]})
+    assert re.findall(r'aria-label="([^"]+)"', page) == ["CLIP loss", "Local loss", "SimCLR loss", "BYOL loss"]
+
+
 def test_models_are_kept_when_asked_for(folder):
     study = read_study([str(folder / "study.yaml")]).only(["clip"])
     run(study, folder / "out", [0], keep_models=True)
@@ -195,7 +205,8 @@ def test_models_are_kept_when_asked_for(folder):
 
 def test_a_run_that_fails_is_noted_and_the_rest_goes_on(folder):
     (folder / "study.yaml").write_text(
-        "base: base.yaml\nsettings: {clip: {objective: clip}, wild: {optim: {lr: 1e30}}, powerclip: {}}"
+        "base: base.yaml\nsettings:\n  clip: {objective: clip}\n"
+        "  wild: {optim: {lr: 1e30}, train: {max_skipped: 0}}\n  powerclip: {}"
     )
     outcomes, printed = run(read_study([str(folder / "study.yaml")]), folder / "out", [0])
     assert "training diverged" in outcomes["wild"][0]

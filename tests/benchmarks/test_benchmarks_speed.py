@@ -42,9 +42,32 @@ def test_step_compares_open_clip_with_ours(tmp_path):
     assert result["origin"]["commit"]
 
 
+def test_evaluation_equals_clip_benchmarks(tmp_path):
+    pytest.importorskip("clip_benchmark", reason="the extra `eval` is not installed")
+    rows = run("evaluation", tmp_path)["rows"]
+    assert [row["dataset"] for row in rows] == ["flickr8k test", "sugarcrepe", "imagenet sample"]
+    assert all(row["largest_difference"] < 1e-6 and row["clip_benchmark_seconds"] > 0 for row in rows)
+
+
+def test_methods_are_measured_beside_clip_and_the_paper(tmp_path):
+    rows = {row["method"]: row for row in run("methods", tmp_path)["rows"]}
+    assert len(rows) == 8
+    assert rows["clip"]["relative"] == 1
+    assert (rows["filip"]["paper"], rows["flip"]["target"]) == (1.41, 0.6)
+
+
 @pytest.mark.parametrize("name", ["alignment", "step"])
 def test_help_shows_the_commands(name):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=True
     )
     assert f"python benchmarks/{name}.py --tiny" in done.stdout
+
+
+def test_data_measures_open_clips_loader_and_ours_on_the_same_shards(tmp_path):
+    result = run("data", tmp_path)
+    loaders = {row["loader"]: row for row in result["rows"]}
+    assert loaders["open_clip: pictures, tokens"]["relative"] == 1
+    assert all(min(row["samples_per_second"]) > 0 for row in loaders.values())
+    assert {"ours: + random boxes, phrases", "ours: + masks, phrases"} <= loaders.keys()
+    assert result["memory"][-1]["samples"] == 40

@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from benchmark_examples import CLASSES, caption_table, class_folders, picture, sugarcrepe, tiny_model, winoground
 from mini_corpus import write_shard
+from rich.console import Console
 
+import powerclip
 from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
+from powerclip.evaluate import embedder as embedding
+from powerclip.evaluate import suite_run
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.folders import read_path
@@ -181,16 +186,83 @@ def test_a_linear_probe_reads_both_splits(model, tmp_path):
     assert done.results["cifar10_probe"][0]["metrics"].keys() == {"lp_acc1", "lp_acc5", "lp_mean_per_class_recall"}
 
 
-def test_imagenet_subsets_have_the_class_names_of_the_original_folders(tmp_path):
+# The class subsets of ImageNet-A, -R and -O: first and last name, by the WordNet numbers of their papers.
+SUBSETS = {
+    "imagenet-a": (["n01498041", "n12267677"], ["stingray", "acorn"]),
+    "imagenet-r": (["n01443537", "n12267677"], ["goldfish", "acorn"]),
+    "imagenet-o": (["n01443537", "n13052670"], ["goldfish", "hen of the woods mushroom"]),
+}
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+def test_imagenet_subsets_have_their_own_classes_and_not_the_thousand(name, model, tmp_path):
     builder = pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
-    for number, wnid in enumerate(builder.all_imagenet_wordnet_ids[:200]):
-        picture(tmp_path / "imagenet-r" / wnid / "0.png", number, (8, 8))
-    (benchmark,) = choose("robustness", ["imagenet-r"])
-    task = jobs_for_suite([benchmark], tmp_path)[0].find()
+    ends, names = SUBSETS[name]
+    between = [wnid for wnid in builder.all_imagenet_wordnet_ids if ends[0] < wnid < ends[1]][:198]
+    for number, wnid in enumerate([ends[0], *between, ends[1]]):
+        picture(tmp_path / name / wnid / "0.png", number, (8, 8))
+    (job,) = jobs_for_suite(choose("robustness", [name]), tmp_path)
+    task = job.find()
     assert len(task.classes) == 200
-    assert task.classes[0] == "goldfish"
+    assert [task.classes[0], task.classes[-1]] == names
     assert task.labels.tolist() == list(range(200))
     assert len(task.templates) == 80
+    done = evaluate(*model, [job], tmp_path / "out", model="tiny", quiet=True)
+    assert done.results[name][0]["powerclip"]["counts"] == {"pictures": 200, "classes": 200}
+
+
+def test_wordnet_numbers_stand_for_imagenets_classes(tmp_path):
+    pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
+    for number, wnid in enumerate(("n01440764", "n01443537")):
+        picture(tmp_path / "folders" / wnid / "0.png", number)
+    folders = read_path(tmp_path / "folders")
+    assert folders.classes == ["tench", "goldfish"]  # those that are there
+    assert len(folders.templates) == 80
+    content = (tmp_path / "folders" / "n01443537" / "0.png").read_bytes()
+    write_shard(tmp_path / "some.tar", [("n01443537_7.png", content), ("n01443537_7.cls", "1")])
+    tar = read_path(tmp_path / "some.tar")
+    assert (len(tar.classes), tar.classes[1]) == (1000, "goldfish")
+    write_shard(tmp_path / "other.tar", [("n01443537_7.png", content), ("n01443537_7.cls", "5")])
+    with pytest.raises(UserError, match=r"classnames\.txt is missing"):  # labelled in another order
+        read_path(tmp_path / "other.tar")
+    picture(tmp_path / "folders" / "n99999999" / "0.png", 3)
+    with pytest.raises(UserError, match="n99999999 is no class of ImageNet-1k"):
+        read_path(tmp_path / "folders")
+
+
+def test_the_imagenet_sample_is_classified_among_the_thousand(model, real_data, tmp_path):
+    pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
+    task = read_path(real_data / "imagenet-sample" / "imagenet-sample.tar")
+    assert (len(task.classes), sorted(task.labels.tolist())) == (1000, list(range(1000)))
+
+
+def test_a_killed_evaluation_goes_on_at_the_chunk_that_it_was_at(model, encoded, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedding, "CHUNK", 5)
+    folder, output = class_folders(tmp_path / "animals", 2), tmp_path / "results"
+
+    def stop(done, total):
+        if done == 10:
+            raise KeyboardInterrupt
+
+    for watch in (stop, lambda done, total: None):
+        monkeypatch.setattr(suite_run, "watching", lambda *_, watch=watch: nullcontext(watch))
+        try:
+            evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+        except KeyboardInterrupt:
+            assert sum(encoded) == 10
+            assert not list(output.glob("*.json"))
+    assert sum(encoded) == len(list(folder.rglob("*.png")))
+    assert (output / "animals.json").is_file()
+
+
+def test_a_terminal_shows_how_many_pictures_are_embedded_and_a_log_does_not(model, tmp_path):
+    folder = class_folders(tmp_path / "animals", 2)
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        output = tmp_path / str(terminal)
+        evaluate(*model, jobs_for_paths([folder]), output, model="tiny", console=console)
+        count = len(list(folder.rglob("*.png")))
+        assert (f"{count}/{count}" in console.file.getvalue()) == terminal
 
 
 def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path):
@@ -219,6 +291,17 @@ def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path)
     assert list(done.missing) == ["flickr30k"], done.missing
     assert done.results["voc2007_multilabel"][0]["powerclip"]["counts"] == {"pictures": 2, "classes": 20}
     assert "does not hold flickr30k_test_karpathy.txt" in done.missing["flickr30k"]
+
+
+def test_results_are_named_after_the_run_and_not_after_its_folder_of_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("clip/seed-0", "powerclip/seed-0"):
+        powerclip.save(tiny_model()[0], tmp_path / run / "model")
+        evaluate_model(f"{run}/model", [class_folders(tmp_path / "animals", 1)], device="cpu", quiet=True)
+    names = sorted(path.parent.name for path in (tmp_path / "results").glob("*/animals.json"))
+    assert names == ["clip-seed-0", "powerclip-seed-0"]
+    (record,) = read_records(tmp_path / "results" / "clip-seed-0" / "animals.json")
+    assert record["model"] == "clip/seed-0"
 
 
 def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():

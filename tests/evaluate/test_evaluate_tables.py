@@ -8,8 +8,9 @@ from statistics import mean
 import pytest
 
 from powerclip.errors import UserError
+from powerclip.evaluate.composition import GROUPS, KINDS
 from powerclip.evaluate.table_formats import FORMATS, markdown, render, wins_line
-from powerclip.evaluate.tables import Column, Row, Table, build_tables, collect, published, rank
+from powerclip.evaluate.tables import Column, Row, Table, build_tables, collect, measured_rows, published, rank
 
 
 def result(dataset, metrics, task="zeroshot_classification", model="ours"):
@@ -37,6 +38,7 @@ def test_the_published_tables_have_the_papers_shape():
         "sugarcrepe": (9, 3),
         "winoground": (7, 3),
         "probe": (8, 3),
+        "sugarcrepe_kinds": (9, 7),
     }
 
 
@@ -75,6 +77,68 @@ def test_a_measured_model_stands_beside_the_published_ones():
     assert "| ours |" in markdown([table])
     assert "**91.3**" in markdown([table])
     assert "<u>81.3</u>" in markdown([table])
+
+
+def test_table_4_is_made_of_table_12_but_for_the_numbers_that_the_notes_list():
+    whole, kinds = published()["sugarcrepe"]["rows"], published()["sugarcrepe_kinds"]
+    wrong = []
+    for name, values in kinds["rows"].items():
+        by_kind = dict(zip(kinds["columns"], values, strict=True))
+        for printed, (group, own) in zip(whole[name], GROUPS.items(), strict=True):
+            if abs(printed - mean(by_kind[kind] for kind in own)) > 0.075:
+                wrong.append((name, group))
+    assert wrong == [("SPARC", "att"), ("PowerCLIP-R", "rel")]
+
+
+def test_what_is_in_no_table_of_the_paper_has_a_table_of_its_own():
+    recalls = {f"{side}_retrieval_recall@{k}": 0.25 for side in ("text", "image") for k in (1, 5, 10)}
+    own = [
+        result("birds", {"acc1": 0.5, "acc5": None, "mean_per_class_recall": 0.4}),
+        result("photos", recalls, "zeroshot_retrieval"),
+        result("boxes", {"pointing_words": 0.3, "pointing_text": 0.2, "pointing_chance": 0.1}, "pointing_game"),
+        result("edits/colour", {"acc": 0.6, "image_acc": 1, "text_acc": 0.6}, "image_caption_selection"),
+    ]
+    (table,) = build_tables(own)
+    assert (table.key, len(table.rows)) == ("own", 1)
+    labels = [column.label for column in table.columns]
+    assert labels[:2] == ["birds", "photos text R@1"]
+    assert labels[-3:] == ["boxes in caption", "boxes alone", "edits/colour"]
+    assert table.rows[0].values["edits/colour"] == pytest.approx(60)
+    assert wins_line([table]).startswith("Wins in 10 columns")
+
+
+def test_a_part_of_sugarcrepe_is_not_set_beside_the_whole():
+    records = [result(f"sugar_crepe/{kind}", {"acc": 0.5}, "image_caption_selection") for kind in KINDS]
+    assert {table.key for table in build_tables(records)} == {"sugarcrepe", "sugarcrepe_kinds"}
+    partial = [{**record, "powerclip": {"counts": {"missing": 6994}}} for record in records]
+    assert {table.key for table in build_tables(partial)} == {"own"}
+
+
+def test_models_of_the_same_name_stay_apart_by_their_weights():
+    records = [{**result("cifar10", {"acc1": n / 10}), "powerclip": {"weights": f"{n}23456789"}} for n in (4, 5)]
+    assert set(measured_rows(records)) == {"ours (423456)", "ours (523456)"}
+    assert set(measured_rows(records[:1])) == {"ours"}
+
+
+def test_a_table_that_another_one_repeats_adds_no_wins():
+    everything = build_tables([])
+    assert sum(1 for table in everything if not table.counted) == 1
+    assert wins_line(everything).startswith("Wins in 50 columns")  # 17 + 18 + 6 + 3 + 3 + 3
+
+
+def test_neighbours_of_a_group_share_a_header_where_the_format_can():
+    tables = build_tables([])
+    assert '<th class="group" colspan="3">MS-COCO text</th>' in render(tables, "html")
+    page = render(tables, "tex")
+    assert r"\multicolumn{3}{c}{MS-COCO text}" in page
+    assert r"\cmidrule(lr){2-4}" in page
+    assert page.count(r"\resizebox") == 2  # the two tables that are wider than a page
+    for table in page.split(r"\begin{table*}")[1:]:
+        columns = len(table.split(r"\begin{tabular}{")[1].split("}")[0])
+        assert {line.count("&") for line in table.splitlines() if line.endswith(r"\\") and "multi" not in line} == {
+            columns - 1
+        }
+    assert "| MS-COCO text R@1 |" in render(tables, "md")
 
 
 def test_ranks_go_by_what_is_shown_and_ties_share_them():

@@ -95,11 +95,13 @@ def test_the_total_is_the_weighted_sum_of_all_three():
     found = objective.encode(encoder, batch.images, batch.tokens)
     terms = objective.loss(found, batch)
     one, other = (clip_loss(view, found.text, found.logit_scale) for view in (found.image, found.second))
-    contrast = simclr_loss(found.contrasted[:, 0], found.contrasted[:, 1], 0.1)
-    torch.testing.assert_close(terms.total, (one + other) / 2 + contrast + 2 * byol_loss(found.predicted, found.target))
+    contrasted, predicted, target = objective.run_heads(found)
+    contrast = simclr_loss(contrasted[:, 0], contrasted[:, 1], 0.1)
+    torch.testing.assert_close(terms.total, (one + other) / 2 + contrast + 2 * byol_loss(predicted, target))
     assert terms.parts.keys() == {"clip", "simclr", "byol"}
     assert isinstance(found, TwoViews)
-    assert not found.target.requires_grad
+    assert not target.requires_grad
+    assert not found.seen.requires_grad
 
 
 # ---- the teacher -----------------------------------------------------------------------------------------------------

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import same_weights, tiny, weights, write_tiny
+from tiny_run import same_weights, tiny, weights
 
 import powerclip
 from powerclip.errors import UserError
@@ -26,7 +21,7 @@ from powerclip.train.state import TrainState, start
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # How a sum is split over threads decides its last bits; the process that is killed below has one thread too.
+    # How a sum is split over threads decides its last bits.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,29 +73,6 @@ def test_a_run_that_is_stopped_twice_ends_bit_equal_to_one_that_is_not(tmp_path,
         return [(row["step"], row["loss"]) for row in read_metrics(tmp_path / run / "metrics.jsonl")]
 
     assert losses("whole") == losses("parts")
-
-
-def test_a_run_that_is_killed_ends_bit_equal_to_one_that_is_not(tmp_path):
-    overrides = ["train.steps=60", "train.checkpoint_every=2"]
-    path, run = write_tiny(tmp_path), tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "powerclip", "train", "--recipe", path, "--output", run, "--quiet", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(powerclip.__file__).parents[1])},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not checkpoint.checkpoints(run / "checkpoints") and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    assert not (run / "model").exists()
-    recipe = tiny(tmp_path, *overrides)
-    train(recipe, run, quiet=True, resume=True)
-    train(recipe, tmp_path / "whole", quiet=True)
-    assert same_weights(run, tmp_path / "whole")
 
 
 def test_a_torn_checkpoint_costs_steps_but_not_the_result(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from powerclip.errors import UserError
+from powerclip.objectives import OBJECTIVES
 from powerclip.train.recipe import differences, dump, find_recipe, load_recipe, parse_recipe, shipped_recipes
 
 MINIMAL = "model: {name: ViT-B-16}\n"
@@ -158,3 +159,26 @@ def test_a_binary_file_is_no_recipe(tmp_path):
     path = tmp_path / "picture.yaml"
     path.write_bytes(b"\x89PNG\r\n\xff\xfe")
     assert "not a text file" in refused(path)
+
+
+def test_the_cc12m_recipes_are_the_papers_run_and_differ_in_their_method_alone():
+    clip = load_recipe("cc12m/clip")
+    optim, settings = clip.optim, clip.train
+    assert clip.model.name == "ViT-B-16"
+    assert (settings.epochs, settings.batch_size) == (32, 4096)
+    assert (optim.lr, optim.weight_decay, optim.beta1, optim.beta2, optim.eps) == (1e-3, 0.2, 0.9, 0.98, 1e-6)
+    assert (optim.schedule, optim.warmup, optim.grad_clip) == ("cosine", 10_000, None)
+    assert (clip.data.samples, clip.data.crop) == (10_968_539, 0.9)
+    methods = {name.split("/")[1]: load_recipe(name) for name in shipped_recipes() if name.startswith("cc12m/")}
+    assert {"powerclip_r", "powerclip_s", *OBJECTIVES} - {"powerclip"} <= methods.keys()
+    for name, recipe in methods.items():
+        changed = {line.split(":")[0].split(".")[0] for line in differences(clip, recipe)}
+        assert changed <= {"objective", "objective_settings", "regions", "alignment"}, name
+    assert differences(methods["powerclip_r"], methods["powerclip_s"]) == ["regions.kind: random → segments"]
+    assert load_recipe("powerclip_r_b16_cc12m") == methods["powerclip_r"]
+
+
+def test_the_fine_tuning_recipe_takes_any_model_and_weights():
+    recipe = load_recipe("finetune", ["model.name=ViT-L-14", "model.pretrained=openai", "train.steps=10"])
+    assert (recipe.model.name, recipe.model.pretrained, recipe.train.steps) == ("ViT-L-14", "openai", 10)
+    assert recipe.objective == "powerclip"

@@ -1,9 +1,11 @@
 """Exact scores of all pairs, forward only, in Triton: R2T over all 2^M sets of regions, T2R by its closed form.
 
-A thread owns one image and one caption. It keeps the best node's similarity for 2^6 sets at a time in registers; the
-sums of a node over these sets come from doubling, (s) → (s, s + q_m), so that a set costs one addition and one maximum
-for each node, which is the least that enumerating can cost. Similarities of nodes with single regions are read from
-memory, images side by side: M numbers for 2^M sets.
+A thread owns one image and one caption. It keeps the best node's similarity for 2^7 sets at a time in registers. The
+sums of a node over the sets of five regions come from doubling, (s) → (s, s + q_m); with the four sets of two further
+regions added they meet the best ones so far. A set costs little more than one addition and one maximum for each node,
+which is the least that enumerating can cost. Sums are whole numbers: Hopper adds two and takes the maximum with a third
+in one instruction, and with 29 bits for the largest sum that can be they are finer than float32's. Similarities of
+nodes with single regions are read from memory, images side by side: M numbers for 2^M sets.
 
 Axes: T nodes of all captions · B images · M regions · S captions · D width
 """
@@ -20,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.split import split_pair
+from powerclip.alignment.kernels.split import similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import MOST_ENUMERATED
 
-# 2^6 best similarities and as many sums of the present node: about 140 of the 255 registers that a thread may have.
-LOW_REGIONS = 6
+# Four times 2^5 best similarities and 2^5 sums of the present node: 160 of the 255 registers that a thread may have.
+LOW_REGIONS, MIDDLE_REGIONS = 5, 2
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
+LARGEST_SUM = 2.0**29  # of whole numbers: none leaves 32 bits
 # Most similarities q that are in memory at a time: 512 MB.
 BLOCK_ELEMENTS = 2**27
 
@@ -46,7 +49,10 @@ def exact_score(regions: Tensor, nodes: Tensor, segments: Segments, config: Alig
 
 def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: AlignmentConfig) -> Tensor:
     images, count, _ = regions.shape
-    q = _similarities(regions, nodes)
+    q = similarities(regions, nodes)
+    # No similarity is larger than the product of the longest vectors, and no sum than M times that.
+    longest = regions.norm(dim=-1).amax() * nodes.norm(dim=-1).amax()
+    scale = LARGEST_SUM / (count * longest.float()).clamp(min=1e-20)
     captions = len(offsets) - 1
     scores = torch.empty(captions, images, device=q.device)
     mean = config.similarity == "mean"
@@ -55,6 +61,7 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         q,
         offsets,
         scores,
+        scale,
         images,
         1 / (count if mean and config.largest_set != 1 else 1),
         # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
@@ -65,22 +72,12 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         R2T=config.r2t,
         M=count,
         LOW=min(count, LOW_REGIONS),
+        MIDDLE=min(max(count - LOW_REGIONS, 0), MIDDLE_REGIONS),
+        FUSED=q.is_cuda,
         TILE_B=TILE_IMAGES,
         num_warps=WARPS,
     )
     return scores.T
-
-
-def _similarities(regions: Tensor, nodes: Tensor) -> Tensor:
-    """⟨φ_m, p_B⟩ as [T, M, B] in float32: images side by side, as the kernel reads them."""
-    images, count, width = regions.shape
-    by_region = regions.transpose(0, 1).reshape(count * images, width)
-    if regions.is_cuda:
-        left, right = split_pair(nodes, by_region)
-        q = torch.mm(left, right.T, out_dtype=torch.float32)
-    else:
-        q = nodes.float() @ by_region.float().T
-    return q.view(len(nodes), count, images)
 
 
 @triton.jit
@@ -88,6 +85,7 @@ def _exact_scores(
     q,  # [T, M, B] float32
     offsets,  # [S+1] caption c owns nodes offsets[c] … offsets[c+1]-1
     scores,  # [S, B] float32
+    scale,  # [] float32: a similarity of 1 as a whole number
     images,
     t2r_scale,
     r2t_scale,
@@ -97,6 +95,8 @@ def _exact_scores(
     R2T: tl.constexpr,
     M: tl.constexpr,
     LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FUSED: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
     caption = tl.program_id(0).to(tl.int64)
@@ -111,17 +111,33 @@ def _exact_scores(
             mean += _best_set(q + node * M * images + image, images, there, M, EMPTY, SINGLE, TILE_B)
         score += t2r_scale * mean / (end - first).to(tl.float32)
     if R2T:
+        one_unit = tl.load(scale)
         total = tl.zeros((TILE_B,), tl.float32)
-        for high in range(1 << (M - LOW)):
-            # The first node is taken out of the loop so that the maximum starts in the layout of the sums.
-            best = _set_sums(q + first * M * images + image, images, there, high, M, LOW, TILE_B)
+        for high in range(1 << (M - LOW - MIDDLE)):
+            # The first node is taken out of the loop so that the maxima start in the layout of the sums.
+            at = q + first * M * images + image
+            sums = _set_sums(at, images, there, one_unit, high, M, LOW, MIDDLE, TILE_B)
+            one, two = _middle(at, images, there, one_unit, LOW, MIDDLE, TILE_B)
+            best, best_one, best_two, best_both = sums, sums + one, sums + two, sums + (one + two)
             for node in range(first + 1, end):
-                sums = _set_sums(q + node * M * images + image, images, there, high, M, LOW, TILE_B)
+                at = q + node * M * images + image
+                sums = _set_sums(at, images, there, one_unit, high, M, LOW, MIDDLE, TILE_B)
                 best = tl.maximum(best, sums)
+                one, two = _middle(at, images, there, one_unit, LOW, MIDDLE, TILE_B)
+                if MIDDLE >= 1:
+                    best_one = _larger(sums, one, best_one, FUSED)
+                if MIDDLE == 2:
+                    best_two = _larger(sums, two, best_two, FUSED)
+                    best_both = _larger(sums, one + two, best_both, FUSED)
+            mean_best = best.to(tl.float32)
+            if MIDDLE >= 1:
+                mean_best += best_one.to(tl.float32)
+            if MIDDLE == 2:
+                mean_best += best_two.to(tl.float32) + best_both.to(tl.float32)
             for _ in tl.static_range(LOW):
-                best = tl.sum(best, 1)
-            total += best
-        score += r2t_scale * total
+                mean_best = tl.sum(mean_best, 1)
+            total += mean_best
+        score += r2t_scale * total / one_unit
     tl.store(scores + caption * images + image, score, mask=there)
 
 
@@ -140,17 +156,54 @@ def _best_set(q, stride, there, M: tl.constexpr, EMPTY: tl.constexpr, SINGLE: tl
 
 
 @triton.jit
-def _set_sums(q, stride, there, high, M: tl.constexpr, LOW: tl.constexpr, TILE_B: tl.constexpr):
+def _set_sums(
+    q, stride, there, unit, high, M: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr
+):
     """Similarities [B, 2, …, 2] of one node with the sets of the first LOW regions, each joined with the set `high`."""
-    base = tl.zeros((TILE_B,), tl.float32)
-    for region in tl.static_range(LOW, M):
-        value = tl.load(q + region * stride, mask=there, other=0.0)
-        base += tl.where((high >> (region - LOW)) & 1 == 1, value, 0.0)
-    sums = base
+    sums = tl.zeros((TILE_B,), tl.int32)
+    for region in tl.static_range(LOW + MIDDLE, M):
+        value = _whole(q + region * stride, there, unit)
+        sums += tl.where((high >> (region - LOW - MIDDLE)) & 1 == 1, value, 0)
     for region in tl.static_range(LOW):
-        value = tl.load(q + region * stride, mask=there, other=0.0)
+        value = _whole(q + region * stride, there, unit)
         for _ in tl.static_range(region):
             value = tl.expand_dims(value, 1)
         # A new axis for each region, never flattened: its two halves lie in one thread's registers and stay there.
         sums = tl.join(sums, sums + value)
     return sums
+
+
+@triton.jit
+def _middle(q, stride, there, unit, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr):
+    """Similarities of one node with the one or two regions after the first LOW, as [B, 1, …, 1]; zero where none is."""
+    one = tl.zeros((TILE_B,), tl.int32)
+    two = tl.zeros((TILE_B,), tl.int32)
+    if MIDDLE >= 1:
+        one = _whole(q + LOW * stride, there, unit)
+    if MIDDLE == 2:
+        two = _whole(q + (LOW + 1) * stride, there, unit)
+    for _ in tl.static_range(LOW):
+        one = tl.expand_dims(one, 1)
+        two = tl.expand_dims(two, 1)
+    return one, two
+
+
+@triton.jit
+def _larger(sums, value, best, FUSED: tl.constexpr):
+    """max(sums + value, best). Side by side, the two become Hopper's one instruction for both."""
+    if FUSED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .s32 sum; add.s32 sum, $1, $2; max.s32 $0, sum, $3; }",
+            "=r,r,r,r",
+            [sums, value, best],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.maximum(sums + value, best)
+
+
+@triton.jit
+def _whole(q, there, unit):
+    """Similarities [B] as whole numbers."""
+    return (tl.load(q, mask=there, other=0.0) * unit).to(tl.int32)

@@ -142,39 +142,31 @@ def _node_sums(
     product = tl.zeros((TILE_T, TILE_B), tl.float32)  # P
     highest = tl.full((TILE_T, TILE_B), -float("inf"), tl.float32)
     singles = tl.zeros((TILE_T, TILE_B), tl.float32)  # Σ exp(x − highest)
-    for region in range(count):
-        x = tl.zeros((TILE_T, TILE_B), tl.float32)
-        for start in range(0, width, TILE_D):
-            inside = start + place < width
-            left = tl.load(
-                nodes + node[:, None] * width + (start + place)[None, :],
-                mask=node_there[:, None] & inside[None, :],
-                other=0.0,
-            )
-            right = tl.load(
-                regions + (region * images + image).to(tl.int64)[None, :] * width + (start + place)[:, None],
-                mask=image_there[None, :] & inside[:, None],
-                other=0.0,
-            )
-            x = tl.dot(left, right, x)
-        x = x * inverse_tau
-        decay = tl.exp(-tl.abs(x))
-        positive += tl.maximum(x, 0.0)
-        product += decay * (1.0 + product)
-        if R2T:
-            plain += x
-        if not EMPTY:
-            # Σ exp(x − highest), rescaled whenever a new maximum comes: one of the two exponents is always zero.
-            change = tl.exp(-tl.abs(x - highest))
-            singles = tl.where(x > highest, singles * change + 1.0, singles + change)
-        if SINGLE or not EMPTY:
-            highest = tl.maximum(highest, x)
+    x = tl.zeros((TILE_T, TILE_B), tl.float32)
+    # One loop over regions and width: the loads of the next region are under way while sums of this one are taken.
+    chunks = tl.cdiv(width, TILE_D)
+    for step in range(count * chunks):
+        region, start = step // chunks, step % chunks * TILE_D
+        inside = start + place < width
+        left = tl.load(
+            nodes + node[:, None] * width + (start + place)[None, :],
+            mask=node_there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            regions + (region * images + image).to(tl.int64)[None, :] * width + (start + place)[:, None],
+            mask=image_there[None, :] & inside[:, None],
+            other=0.0,
+        )
+        x = tl.dot(left, right, x)
+        if start + TILE_D >= width:
+            x = x * inverse_tau
+            if R2T:
+                plain += x
+            positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE)
+            x = tl.zeros((TILE_T, TILE_B), tl.float32)
 
-    soft = positive + tl.log(1.0 + product)
-    if not EMPTY:
-        above = soft + tl.log(1.0 - tl.exp(-tl.maximum(soft, 0.5)))
-        below = tl.log(tl.maximum(product, 1e-30))
-        soft = tl.where(highest > 0.0, above, tl.where(highest > FAR, below, highest + tl.log(singles)))
+    soft = log_powerset(positive, product, highest, singles, EMPTY)
     at = node[:, None] * images + image[None, :]
     there = node_there[:, None] & image_there[None, :]
     if T2R:
@@ -184,6 +176,31 @@ def _node_sums(
             tl.store(best + at, soft, mask=there)
     if R2T:
         tl.store(inner + at, mean_weight * plain + alpha * (soft - log_sets), mask=there)
+
+
+@triton.jit
+def add_region(x, positive, product, highest, singles, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
+    """The running sums R, P, the highest x and Σ exp(x − highest) with one more region in them."""
+    positive += tl.maximum(x, 0.0)
+    product += tl.exp(-tl.abs(x)) * (1.0 + product)
+    if not EMPTY:
+        # Rescaled whenever a new maximum comes: one of the two exponents is always zero.
+        change = tl.exp(-tl.abs(x - highest))
+        singles = tl.where(x > highest, singles * change + 1.0, singles + change)
+    if SINGLE or not EMPTY:
+        highest = tl.maximum(highest, x)
+    return positive, product, highest, singles
+
+
+@triton.jit
+def log_powerset(positive, product, highest, singles, EMPTY: tl.constexpr):
+    """The soft maximum over the sets, from the running sums over the regions."""
+    soft = positive + tl.log(1.0 + product)
+    if not EMPTY:
+        above = soft + tl.log(1.0 - tl.exp(-tl.maximum(soft, 0.5)))
+        below = tl.log(tl.maximum(product, 1e-30))
+        soft = tl.where(highest > 0.0, above, tl.where(highest > FAR, below, highest + tl.log(singles)))
+    return soft
 
 
 @triton.jit

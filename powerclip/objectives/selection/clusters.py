@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders.selector import Selection
+from powerclip.ranks import ALONE, Ranks
 
 # The threshold is known to 2^-24 of the range of the scores: below that float32 does not tell patches apart.
 SEARCH_STEPS = 24
@@ -41,27 +42,48 @@ def select_clusters(
     threshold: float | None = None,
     protected: Tensor | None = None,
 ) -> Selection:
-    """Mask every patch whose similarity to some anchor exceeds a threshold, and the anchors themselves.
+    """Mask every patch whose similarity [C, N, N] to some anchor [C, A] exceeds a threshold, and the anchors.
+
+    The rest of the arguments is that of `mask_near`.
+    """
+    near = anchor_similarity(similarity, anchors, protected)
+    return mask_near(near, noise, keep, ratio=ratio, threshold=threshold, protected=protected)
+
+
+def anchor_similarity(similarity: Tensor, anchors: Tensor, protected: Tensor | None = None) -> Tensor:
+    """Each patch's similarity [C, N] to the nearest anchor: infinite for anchors, −infinite for protected patches."""
+    near = similarity.gather(1, anchors.unsqueeze(-1).expand(-1, -1, similarity.shape[1])).amax(dim=1)
+    near = near.scatter(1, anchors, float("inf"))
+    return near if protected is None else near.masked_fill(protected, float("-inf"))
+
+
+def mask_near(
+    near: Tensor,
+    noise: Tensor,
+    keep: int,
+    *,
+    ratio: float = 0.5,
+    threshold: float | None = None,
+    protected: Tensor | None = None,
+    ranks: Ranks = ALONE,
+) -> Selection:
+    """Mask every patch whose similarity to the nearest anchor exceeds a threshold.
 
     Every row has n = `keep` places. An image that shows fewer patches fills up its row with hidden ones, one that
     shows more drops the surplus at random; at least one patch is always shown. The largest number that an image of the
     batch shows would do for n, and give the same embeddings; a fixed one needs no look at the data.
 
     Args:
-        similarity: [C, N, N].
-        anchors: [C, A] indices.
+        near: [C, N] as `anchor_similarity` gives it.
         noise: [C, N] uniform in [0, 1), decides what is dropped.
         keep: most patches that an image may show.
         ratio: the share of all patches of the batch that is masked, by choice of the threshold.
         threshold: a fixed one instead.
         protected: [C, N] bool, patches that are masked only when more than `keep` are protected.
+        ranks: who else has images of this batch.
     """
-    count = similarity.shape[1]
-    near = similarity.gather(1, anchors.unsqueeze(-1).expand(-1, -1, count)).amax(dim=1)  # [C, N]
-    near = near.scatter(1, anchors, float("inf"))
-    if protected is not None:
-        near = near.masked_fill(protected, float("-inf"))
-    limit = search_threshold(near, count - keep, ratio) if threshold is None else threshold
+    # One message of C × N numbers instead of one for each step of the search.
+    limit = search_threshold(ranks.gather(near), near.shape[1] - keep, ratio) if threshold is None else threshold
     masked = near > limit
     # Order of preference: protected patches, visible ones, masked ones; noise decides among equals.
     order = noise + masked

@@ -1,0 +1,140 @@
+"""From one GPU to many, on paper: what ranks send each other in a step, and what is left of its speed.
+
+    python benchmarks/scaling.py                             # prints the tables
+    python benchmarks/scaling.py --write docs/scaling.md     # puts them between the marks in the page
+
+Bytes and link times follow from `powerclip/train/communication.py`. Step times need a measurement of one GPU: the
+newest `benchmarks/results/*-step-parts-cuda.json`, which `benchmarks/step_parts.py` writes. Without it those columns
+are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, markdown
+
+from powerclip.train.communication import FAST, SLOW, parallel_efficiency, seconds, traffic
+
+BEGIN, END = "<!-- made by benchmarks/scaling.py -->", "<!-- end -->"
+RANKS = (8, 64, 512)
+PAIRS = 4096  # of the paper's batch
+WIDTH, NODES = 512, 12.0  # D of ViT-B/16, and a mean K of web captions
+PARAMETERS = 149_620_738  # ViT-B/16 with PowerCLIP's scale
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one GPU's step of `pairs` pairs, in seconds."""
+
+    machine: str
+    source: str
+    pairs: int
+    parts: dict[str, float]
+    step: float
+
+    def compute(self, ranks: int, batch: int) -> float:
+        """A step of one of `ranks` GPUs by itself: towers with its share, the loss with its rows, all of AdamW."""
+        share = batch / ranks
+        fixed = self.parts["norm"] + self.parts["optimiser"]
+        # The loss is C/n rows against C columns; its backward pass is counted with the towers'.
+        loss = self.parts["loss"]
+        towers = self.step - fixed - loss
+        return towers * share / self.pairs + loss * share * batch / self.pairs**2 + fixed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=Path, help="a result of step_parts.py. [default: the newest of a GPU]")
+    parser.add_argument("--write", type=Path, help="a page with the marks to write between")
+    arguments = parser.parse_args()
+    found = arguments.parts or max(RESULTS.glob("*-step-parts-cuda.json"), default=None)
+    text = tables(None if found is None else json.loads(found.read_text()), found.name if found else "")
+    if arguments.write is None:
+        print(text)
+        return
+    page = arguments.write.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{arguments.write} has no marks {BEGIN} and {END}")
+    arguments.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def tables(data: dict[str, Any] | None, source: str) -> str:
+    """All tables as Markdown."""
+    measured = None if data is None else read(data, source, "powerclip")
+    parts = [] if data is None else [step_table(data, source), ""]
+    return "\n".join(
+        [
+            *parts,
+            f"**The paper's batch of {PAIRS:,}, shared by more and more GPUs** (MiB that each GPU sends in a step):",
+            "",
+            strong_table(measured),
+            "",
+            f"**{per_gpu(measured)} pairs on each GPU, however many there are:**",
+            "",
+            weak_table(measured),
+        ]
+    )
+
+
+def read(data: dict[str, Any], source: str, objective: str) -> Measured:
+    times = {name: ms / 1000 for name, ms in data["parts"][objective].items()}
+    return Measured(data["origin"]["machine"], source, data["batch"]["pairs"], times, times["step"])
+
+
+def per_gpu(measured: Measured | None) -> int:
+    return measured.pairs if measured else 512
+
+
+def step_table(data: dict[str, Any], source: str) -> str:
+    names = ("copy", "towers", "loss", "backward", "norm", "optimiser", "step")
+    rows = [
+        [objective, *(f"{times[name]:.1f}" for name in names), f"{1000 * data['batch']['pairs'] / times['step']:,.0f}"]
+        for objective, times in data["parts"].items()
+    ]
+    facts = ", ".join(f"{name} {value}" for name, value in data["batch"].items())
+    head = f"**Measured: {data['model']}, {facts}, {data['origin']['machine']}** (ms; `benchmarks/results/{source}`):"
+    return f"{head}\n\n" + markdown(rows, ("", *names[:-1], "whole step", "pairs/s"))
+
+
+def strong_table(measured: Measured | None) -> str:
+    rows = []
+    for ranks in RANKS:
+        sent = traffic(ranks, PAIRS, WIDTH, PARAMETERS, NODES)
+        rows.append([ranks, PAIRS // ranks, *cells(sent, ranks, PAIRS, measured)])
+    return markdown(rows, heads(measured))
+
+
+def weak_table(measured: Measured | None) -> str:
+    rows = []
+    for ranks in RANKS:
+        batch = per_gpu(measured) * ranks
+        sent = traffic(ranks, batch, WIDTH, PARAMETERS, NODES)
+        rows.append([ranks, f"{batch:,} in all", *cells(sent, ranks, batch, measured)])
+    return markdown(rows, heads(measured))
+
+
+def heads(measured: Measured | None) -> tuple[str, ...]:
+    common = ("GPUs", "pairs on each", "gradients", "embeddings", "phrases", "ms, 8 × 400 Gb/s", "ms, 100 Gb/s")
+    return (*common, "ms of compute", "efficiency, 8 × 400 Gb/s", "100 Gb/s") if measured else common
+
+
+def cells(sent: Any, ranks: int, batch: int, measured: Measured | None) -> list[str]:
+    found = [f"{value / MIB:,.0f}" for value in (sent.gradients, sent.embeddings, sent.phrases)]
+    found += [f"{1000 * seconds(sent.total, ranks, links):,.1f}" for links in (FAST, SLOW)]
+    if measured is None:
+        return found
+    compute = measured.compute(ranks, batch)
+    shares = [parallel_efficiency(compute, sent, ranks, links) for links in (FAST, SLOW)]
+    return [*found, f"{1000 * compute:,.1f}", *(f"{share:.0%}" for share in shares)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""NLA scores of all pairs with their gradient, in Triton: what the softmax over all negatives needs.
+
+Similarities come from the tensor cores as [T, M, B], accurate to float32. One kernel turns them into scores, another
+one into the gradient of every similarity, each in one pass: a program owns a caption and a tile of images, so that sums
+over regions and over nodes stay in registers and nothing is added by two programs. The gradient of q is written as two
+float16 numbers, scaled by the largest gradient of a score, and multiplied back by the tensor cores.
+
+`nla_recompute.py` has the formulas. Similarities are kept for the backward while there are at most KEPT_ELEMENTS of
+them; beyond, scores come from the fused kernel that never writes them, and the backward computes them again, block by
+block.
+
+Axes: T nodes of all captions · B images · M regions · S captions · D width
+"""
+
+# Kernels are Triton's language, not typed Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.nla_score import FAR, add_region, log_powerset, nla_score
+from powerclip.alignment.kernels.recompute import Way, recompute
+from powerclip.alignment.kernels.split import by_region, halves, product_of_halves, similarities
+from powerclip.alignment.ragged import Segments
+
+TILE_IMAGES, WARPS = 128, 4  # one image for each thread
+KEPT_ELEMENTS = 2**28  # 1 GB
+# Most similarities whose gradient is in memory at a time: 512 MB.
+BLOCK_ELEMENTS = 2**27
+
+
+def nla_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], with a gradient."""
+    if keeps_similarities(regions, nodes):
+        return _Scores.apply(regions, nodes, segments, config)
+    way = Way(nla_score, _gradient_block, max(1, BLOCK_ELEMENTS // (len(nodes) * regions.shape[1])))
+    return recompute(regions, nodes, segments, config, way)
+
+
+def keeps_similarities(regions: Tensor, nodes: Tensor) -> bool:
+    """Whether the similarities of all regions [B, M, D] and nodes [T, D] fit between forward and backward."""
+    return len(nodes) * regions.shape[0] * regions.shape[1] <= KEPT_ELEMENTS
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+        q = similarities(regions, nodes)
+        ctx.save_for_backward(regions, nodes, q)
+        ctx.segments, ctx.config = segments, config
+        scores = torch.empty(len(segments), len(regions), device=q.device)
+        _launch(_scores, q, segments, config, scores)
+        return scores.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        regions, nodes, q = ctx.saved_tensors
+        of_regions, of_nodes = _back(q, regions, nodes, gradients[0], ctx.segments, ctx.config)
+        return of_regions, of_nodes, None, None
+
+
+def _gradient_block(
+    regions: Tensor, nodes: Tensor, gradient: Tensor, segments: Segments, config: AlignmentConfig
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the block's regions [B, M, D] and of the nodes [T, D] for the gradient of its scores [B, S]."""
+    return _back(similarities(regions, nodes), regions, nodes, gradient, segments, config)
+
+
+def _back(
+    q: Tensor, regions: Tensor, nodes: Tensor, gradient: Tensor, segments: Segments, config: AlignmentConfig
+) -> tuple[Tensor, Tensor]:
+    (total, count, images), width = q.shape, nodes.shape[1]
+    # Float16 ends at 6e-8: in units of the largest gradient of a score, what ends there adds nothing.
+    unit = gradient.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+    high, low = torch.empty(2, total, count * images, dtype=torch.float16, device=q.device)
+    _launch(_similarity_gradients, q, segments, config, (gradient.float() / unit).T.contiguous(), high, low)
+    region_halves = halves(by_region(regions))
+    node_halves = halves(nodes)
+    of_regions = unit * product_of_halves((high.T, low.T), node_halves)
+    of_nodes = unit * product_of_halves((high, low), region_halves)
+    of_regions = of_regions.view(count, images, width).transpose(0, 1)
+    return of_regions.to(regions.dtype), of_nodes.to(nodes.dtype)
+
+
+def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig, *tensors: Tensor) -> None:
+    """Run a kernel over captions × tiles of images."""
+    _, count, images = q.shape
+    sets = 2**count - (0 if config.empty_set else 1)
+    mean = config.similarity == "mean"
+    # Captions along the grid's first axis: only that one may be longer than 65,535.
+    kernel[(len(segments), triton.cdiv(images, TILE_IMAGES))](
+        q,
+        F.pad(segments.lengths.cumsum(0), (1, 0)),
+        *tensors,
+        images,
+        config.tau,
+        1 / (count if mean and config.largest_set != 1 else 1),
+        1 / (count if mean else 1),
+        (1 - config.alpha) * 2 ** (count - 1) / sets,
+        float(config.alpha),
+        math.log(sets),
+        EMPTY=config.empty_set,
+        SINGLE=config.largest_set == 1,
+        T2R=config.t2r,
+        R2T=config.r2t,
+        M=count,
+        TILE_B=TILE_IMAGES,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _scores(
+    q,  # [T, M, B] float32
+    offsets,  # [S+1] caption c owns nodes offsets[c] … offsets[c+1]-1
+    scores,  # [S, B] float32
+    images,
+    tau,
+    t2r_unit,
+    r2t_unit,
+    mean_weight,
+    alpha,
+    log_sets,
+    EMPTY: tl.constexpr,
+    SINGLE: tl.constexpr,
+    T2R: tl.constexpr,
+    R2T: tl.constexpr,
+    M: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
+    caption = tl.program_id(0).to(tl.int64)
+    image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
+    there = image < images
+    first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
+    mean = tl.zeros((TILE_B,), tl.float32)
+    outer = tl.full((TILE_B,), -float("inf"), tl.float32)
+    spread = tl.zeros((TILE_B,), tl.float32)
+    for node in range(first, end):
+        plain, soft, highest, _ = _node_sums(
+            q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B
+        )
+        if T2R:
+            mean += _best(soft, highest, EMPTY, SINGLE)
+        if R2T:
+            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread)
+    length = (end - first).to(tl.float32)
+    score = tl.zeros((TILE_B,), tl.float32)
+    if T2R:
+        score += tau * t2r_unit * mean / length
+    if R2T:
+        score += tau * r2t_unit * (outer + tl.log(spread) - (1.0 - alpha) * tl.log(length))
+    tl.store(scores + caption * images + image, score, mask=there)
+
+
+@triton.jit
+def _similarity_gradients(
+    q,  # [T, M, B] float32
+    offsets,  # [S+1]
+    given,  # [S, B] float32: the gradient of the scores
+    high,  # [T, M, B] float16: the gradient of q, rounded
+    low,  # [T, M, B] float16: what rounding lost
+    images,
+    tau,
+    t2r_unit,
+    r2t_unit,
+    mean_weight,
+    alpha,
+    log_sets,
+    EMPTY: tl.constexpr,
+    SINGLE: tl.constexpr,
+    T2R: tl.constexpr,
+    R2T: tl.constexpr,
+    M: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
+    caption = tl.program_id(0).to(tl.int64)
+    image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
+    there = image < images
+    first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
+    slope = tl.load(given + caption * images + image, mask=there, other=0.0)
+    outer = tl.full((TILE_B,), -float("inf"), tl.float32)
+    spread = tl.zeros((TILE_B,), tl.float32)
+    if R2T:
+        for node in range(first, end):
+            plain, soft, highest, _ = _node_sums(
+                q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B
+            )
+            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread)
+        outer += tl.log(spread)
+    of_best = slope * t2r_unit / (end - first).to(tl.float32)
+    for node in range(first, end):
+        at = node * M * images + image
+        plain, soft, highest, tied = _node_sums(q + at, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B)
+        share = tl.zeros((TILE_B,), tl.float32)
+        if R2T:
+            share = slope * r2t_unit * tl.exp(mean_weight * plain + alpha * (soft - log_sets) - outer)
+        lift = 1.0 + tl.exp(-tl.maximum(soft, -80.0))
+        for region in tl.static_range(M):
+            x = tl.load(q + at + region * images, mask=there, other=0.0) * (1 / tau)
+            # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
+            weight = 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))
+            if not EMPTY:
+                weight = tl.where(highest < FAR, tl.exp(x - soft), weight * lift)
+            gradient = tl.zeros((TILE_B,), tl.float32)
+            if T2R:
+                if SINGLE:
+                    chosen = x == highest
+                    if EMPTY:
+                        chosen = chosen & (highest > 0.0)
+                    gradient += tl.where(chosen, of_best / tied, 0.0)
+                else:
+                    gradient += of_best * weight
+            if R2T:
+                gradient += share * (alpha * weight + mean_weight)
+            rounded = gradient.to(tl.float16)
+            tl.store(high + at + region * images, rounded, mask=there)
+            tl.store(low + at + region * images, (gradient - rounded.to(tl.float32)).to(tl.float16), mask=there)
+
+
+@triton.jit
+def _node_sums(
+    q, stride, there, inverse_tau, EMPTY: tl.constexpr, SINGLE: tl.constexpr, M: tl.constexpr, TILE_B: tl.constexpr
+):
+    """Of one node: Σ x, the soft maximum over the sets, the highest x and how many regions have it."""
+    plain = tl.zeros((TILE_B,), tl.float32)
+    positive = tl.zeros((TILE_B,), tl.float32)
+    product = tl.zeros((TILE_B,), tl.float32)
+    highest = tl.full((TILE_B,), -float("inf"), tl.float32)
+    singles = tl.zeros((TILE_B,), tl.float32)
+    tied = tl.zeros((TILE_B,), tl.float32)
+    for region in tl.static_range(M):
+        x = tl.load(q + region * stride, mask=there, other=0.0) * inverse_tau
+        plain += x
+        if SINGLE:
+            tied = tl.where(x > highest, 1.0, tl.where(x == highest, tied + 1.0, tied))
+        positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE)
+    return plain, log_powerset(positive, product, highest, singles, EMPTY), highest, tied
+
+
+@triton.jit
+def _best(soft, highest, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
+    """The best set's x: soft, or the best single region's."""
+    if SINGLE:
+        return tl.maximum(highest, 0.0) if EMPTY else highest
+    return soft
+
+
+@triton.jit
+def _add_node(inner, outer, spread):
+    """The running maximum over nodes and Σ exp(inner − maximum) with one more node."""
+    change = tl.exp(-tl.abs(inner - outer))
+    spread = tl.where(inner > outer, spread * change + 1.0, spread + change)
+    return tl.maximum(inner, outer), spread

@@ -1,0 +1,136 @@
+"""The alignment loss of a batch that is spread over ranks: each scores its images with all captions, once.
+
+Nodes are gathered with their gradient; regions stay where they are. An image's negatives then lie in its own row of
+scores. A caption's lie in a column that crosses all ranks: the softmax over all of them is a log-sum-exp over ranks;
+the hardest ones are found by each rank among its own rows, compared by the rank that owns the caption, and scored, with
+their gradient, by the rank that owns the image.
+
+Axes: c images and captions of this rank · C of all n ranks · T nodes of all captions · D width · k negatives of each
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.contrast import contrast
+from powerclip.alignment.embed import Parts
+from powerclip.alignment.ragged import Segments
+from powerclip.alignment.score import differentiates_all, score_all, score_pairs
+from powerclip.ranks import Ranks
+
+# Scores without a gradient are made in blocks of images: 64 MB each.
+BLOCK_ELEMENTS = 2**24
+
+
+def spread_contrast(
+    parts: Parts, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of the loss, and the scores [c] of its matched pairs and of each image's hardest negative."""
+    nodes, segments = gather_nodes(parts, ranks)
+    own = torch.arange(len(parts.regions), device=parts.regions.device)
+    if config.negatives == "all":
+        scores = score_all(parts.regions, nodes, segments, config)  # [c, C]
+        return _against_all(scores, own + ranks.rows(len(own)).start, config, scale, ranks)
+    return _against_hardest(Parts(parts.regions, nodes, segments), own, config, scale, ranks)
+
+
+def gather_nodes(parts: Parts, ranks: Ranks) -> tuple[Tensor, Segments]:
+    """The nodes [T, D] of all captions, with gradient, and which of the C captions each belongs to."""
+    # Known to the host: neither count is asked of the GPU.
+    sizes = ranks.numbers(len(parts.nodes), parts.segments.longest)
+    counts, longest = [size[0] for size in sizes], max(size[1] for size in sizes)
+    rows = ranks.gather(F.pad(parts.nodes, (0, 0, 0, max(counts) - len(parts.nodes))))
+    nodes = torch.cat([part[:count] for part, count in zip(rows.split(max(counts)), counts, strict=True)])
+    return nodes, Segments.from_lengths(ranks.gather(parts.segments.lengths), len(nodes), longest)
+
+
+def _against_all(
+    scores: Tensor, own: Tensor, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`own` [c] are the columns of the matched pairs in the scores [c, C]."""
+    count, total = scores.shape
+    positive = scores.gather(1, own.unsqueeze(-1)).squeeze(-1)
+    matched = own.unsqueeze(-1) == torch.arange(total, device=own.device)
+    if config.loss == "triplet":
+        positives = ranks.gather(positive)
+        hinges = F.relu(scores - positive.unsqueeze(-1) + config.gamma) + F.relu(scores - positives + config.gamma)
+        loss = hinges.masked_fill(matched, 0.0).sum() / (count * (total - 1))
+    else:
+        logits = scale * scores
+        column = ranks.logsumexp(logits.logsumexp(0))[ranks.rows(count)]
+        loss = ((logits.logsumexp(1) + column) / 2 - scale * positive).mean()
+    return loss, positive.detach(), scores.detach().masked_fill(matched, -torch.inf).amax(-1)
+
+
+def _against_hardest(
+    parts: Parts, own: Tensor, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`parts` are this rank's regions and the nodes of all captions, `own` numbers [c] this rank's images."""
+    regions, nodes, segments = parts.regions, parts.nodes, parts.segments
+    count, total = len(own), len(segments)
+    first = ranks.rows(count).start
+    k = 1 if config.negatives == "hardest" else min(config.k, total - 1)
+    whole = differentiates_all(regions, nodes, config)
+    scores = score_all(regions, nodes, segments, config) if whole else None
+    with torch.no_grad():
+        hard_captions, hard_images = find_hardest(parts, config, k, ranks, scores)  # [c, k], [C, k]
+        ours = hard_images // count == ranks.rank
+    if scores is not None:
+        # No list of the pairs that are ours: the GPU would be asked how long it is.
+        positive, row = scores[own, own + first], scores.gather(1, hard_captions)
+        found = scores.T.gather(1, torch.where(ours, hard_images - first, 0))
+        column = torch.where(ours, found, 0.0)
+    else:
+        caption, place = ours.nonzero(as_tuple=True)
+        image = torch.cat([own, own.repeat_interleave(k), hard_images[caption, place] - first])
+        captions = torch.cat([own + first, hard_captions.flatten(), caption])
+        chosen = score_pairs(regions, nodes, segments, image, captions, config)
+        positive, row, found = chosen.split([count, count * k, len(caption)])
+        row = row.view(count, k)
+        column = found.new_zeros(total, k).index_put((caption, place), found)
+    # Each place of a caption's k hardest is filled by one rank: the sum over ranks has them all.
+    column = ranks.sum(column)[ranks.rows(count)]
+    return contrast(positive, row, column, config, scale), positive.detach(), row.detach().amax(-1)
+
+
+def find_hardest(
+    parts: Parts, config: AlignmentConfig, k: int, ranks: Ranks, scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k highest-scored captions of each image here [c, k] and images of each caption anywhere [C, k].
+
+    Matched pairs are left out. `scores` [c, C], where they are known already, are not computed again.
+    """
+    count, total = len(parts.regions), len(parts.segments)
+    device, first = parts.regions.device, ranks.rows(count).start
+    block = max(1, BLOCK_ELEMENTS // total)
+    captions, best, images = [], None, None
+    for start in range(0, count, block):
+        rows = slice(start, min(start + block, count))
+        if scores is None:
+            scored = score_all(parts.regions[rows], parts.nodes, parts.segments, config)
+        else:
+            scored = scores[rows]
+        row = torch.arange(first + rows.start, first + rows.stop, device=device)
+        scored = scored.masked_fill(row.unsqueeze(-1) == torch.arange(total, device=device), -torch.inf)
+        captions.append(scored.topk(k).indices)
+        fresh = scored.T.topk(min(k, len(row)))
+        best, images = _merge(best, images, fresh.values, row[fresh.indices], k)
+    assert best is not None
+    assert images is not None
+    # Each rank compares, for its own captions, what all ranks have found.
+    best, images = (ranks.exchange(found).transpose(0, 1).flatten(1) for found in (best, images))  # [c, n·k]
+    return torch.cat(captions), ranks.gather(images.gather(1, best.topk(k).indices))
+
+
+def _merge(
+    best: Tensor | None, names: Tensor | None, fresh: Tensor, fresh_names: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """The k highest of two lists of values, and what they are called."""
+    if best is None or names is None:
+        return fresh, fresh_names
+    values, called = torch.cat([best, fresh], 1), torch.cat([names, fresh_names], 1)
+    highest = values.topk(min(k, values.shape[1]))
+    return highest.values, called.gather(1, highest.indices)

@@ -1,0 +1,123 @@
+"""Shards over a Ray cluster: actors on CPUs for trees, on GPUs for regions.
+
+An actor that dies, with its machine or alone, is replaced, and its shard begun again. As a sidecar is written in one
+step and a shard has one outcome, nothing is lost and nothing counted twice. Shards and sidecars must be on storage that
+all machines reach under the same names, and powerclip installed on each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from powerclip.annotate.engine_local import ATTEMPTS, OnSamples
+from powerclip.annotate.job import Job
+from powerclip.annotate.pipeline import Outcome, State
+from powerclip.annotate.stop import Stop
+from powerclip.errors import UserError
+
+# Shards travel through files, not through Ray: the smallest store that it accepts.
+_OBJECT_STORE = 80 * 2**20
+
+
+def run_ray(
+    shards: Sequence[str], job: Job, workers: int, stop: Stop, on_samples: OnSamples, address: str | None = None
+) -> Iterator[Outcome]:
+    """The outcomes of the shards, as they are finished; how far a shard is, is not reported.
+
+    Args:
+        shards: tars, under names that hold on every machine.
+        job: what to do.
+        workers: actors.
+        stop: asks to begin no further shard.
+        on_samples: is told of the samples of each finished shard.
+        address: of the cluster (`auto`, `ray://head:10001`); None starts one on this machine.
+
+    Raises:
+        UserError: Ray is not installed, or the cluster does not answer.
+    """
+    ray = connect(address, workers)
+    try:
+        yield from spread(ray, shards, job, min(workers, len(shards)), stop, on_samples)
+    finally:
+        ray.shutdown()
+
+
+class ShardActor:
+    """Runs on a machine of the cluster with its own copy of the annotator."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._annotator: Any = None
+
+    def annotate(self, shard: str) -> Outcome:
+        """Bring the sidecar of a shard up to date."""
+        if self._annotator is None:  # here, so that what is wrong with the job comes back as its own error
+            self._annotator = self._job.load()
+        return self._annotator.annotate(shard)
+
+
+def connect(address: str | None, workers: int) -> Any:
+    """Ray, connected to the cluster at `address`, or to one with so many slots that is started here."""
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--engine ray needs Ray: pip install 'powerclip[ray]'") from None
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
+        # As many slots as actors: they share the cores as local processes would.
+        ray.init(num_cpus=workers, include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet)
+        return ray
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"no Ray cluster answers at {address}: {reason}") from None
+    return ray
+
+
+def spread(
+    ray: Any, shards: Sequence[str], job: Job, workers: int, stop: Stop, on_samples: OnSamples
+) -> Iterator[Outcome]:
+    """The outcomes of the shards from a cluster that is connected."""
+    resources = {"num_cpus": 1, "num_gpus": 1} if _wants_gpu(ray, job) else {"num_cpus": 1}
+    remote = ray.remote(**resources)(ShardActor)
+    idle = [remote.remote(job) for _ in range(workers)]
+    waiting, deaths = deque(shards), Counter[str]()
+    working: dict[Any, tuple[Any, str]] = {}  # promised outcome → actor and shard
+    while True:  # actors end when nothing refers to them any more
+        while idle and waiting and not stop:
+            actor, shard = idle.pop(), waiting.popleft()
+            working[actor.annotate.remote(shard)] = actor, shard
+        if not working:
+            return
+        finished, _ = ray.wait(list(working), num_returns=1, timeout=0.5)
+        for promise in finished:
+            actor, shard = working.pop(promise)
+            try:
+                outcome = ray.get(promise)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, UserError):
+                    raise UserError(str(cause)) from None
+                raise
+            except ray.exceptions.RayError:  # the actor, its machine, or its memory
+                deaths[shard] += 1
+                idle.append(remote.remote(job))
+                if deaths[shard] >= ATTEMPTS:
+                    yield Outcome(shard, State.FAILED, reason="every actor that tried it died")
+                elif not stop:
+                    waiting.appendleft(shard)
+                continue
+            idle.append(actor)
+            on_samples(shard, outcome.samples if outcome.state is not State.DONE else 0, outcome.samples)
+            yield outcome
+
+
+def _wants_gpu(ray: Any, job: Job) -> bool:
+    """Regions are found on GPUs when the cluster has any; parsers are quick on CPUs, of which there are more."""
+    if job.kind == "trees" or job.name in ("superpixels", "coco") or job.device == "cpu":
+        return job.device.startswith("cuda")
+    return ray.cluster_resources().get("GPU", 0) > 0

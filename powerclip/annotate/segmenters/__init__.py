@@ -1,0 +1,76 @@
+"""Segmenters of pictures behind one interface: `load_segmenter("superpixels").segment(pictures)`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from powerclip.annotate.segmenters.base import Masks, Picture, Segmenter
+from powerclip.errors import UserError, nearest
+
+SEGMENTERS = ["superpixels", "mobile_sam", "sam2", "coco"]
+
+
+def load_segmenter(
+    name: str = "superpixels", device: str = "auto", weights: str | None = None, **options: Any
+) -> Segmenter:
+    """The segmenter called `name`, ready to segment.
+
+    Args:
+        name: `superpixels` (needs nothing), `mobile_sam`, `sam2` (extra `sam`) or `coco`.
+        device: where it computes: `cpu`, `cuda`, `cuda:1`, or `auto` for a GPU when there is one.
+        weights: MobileSAM's weights file; SAM 2's name on the hub or its folder; the JSON file with COCO's masks.
+        options: what else the segmenter takes.
+
+    Raises:
+        UserError: no segmenter has this name, an option is unknown or out of range, or a file or library is missing.
+    """
+    if name not in SEGMENTERS:
+        hint = nearest(name, SEGMENTERS)
+        raise UserError(f"no segmenter is called {name!r}{hint}; there are {', '.join(SEGMENTERS)}")
+    if name == "superpixels":
+        from powerclip.annotate.segmenters.superpixels import SuperpixelOptions, Superpixels
+
+        _check(name, options, SuperpixelOptions)
+        return Superpixels(**options)
+    if name == "coco":
+        from powerclip.annotate.segmenters.coco import CocoMasks
+
+        _check(name, options)
+        return CocoMasks(None if weights is None else Path(weights))
+    from powerclip.annotate.segmenters.points import PointOptions
+
+    _check(name, options, PointOptions)
+    if name == "mobile_sam":
+        from powerclip.annotate.segmenters.mobile_sam import MobileSam
+
+        return MobileSam(None if weights is None else Path(weights), _device(device), **options)
+    from powerclip.annotate.segmenters.sam2 import Sam2
+
+    return Sam2(weights, _device(device), **options)
+
+
+def _check(name: str, options: dict[str, Any], takes: type | None = None) -> None:
+    known = list(inspect.signature(takes).parameters) if takes else []
+    for option in options:
+        if option not in known:
+            listed = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"segmenter {name} has no option {option!r}{nearest(option, known)}; {listed}")
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"no device is called {name!r}: write cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name}: this machine has no GPU that torch can use")
+    return device
+
+
+__all__ = ["SEGMENTERS", "Masks", "Picture", "Segmenter", "load_segmenter"]

@@ -1,0 +1,39 @@
+"""What every segmenter is: pictures in, masks on the sidecars' grid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from powerclip.data.mask_codec import GRID
+
+Masks = npt.NDArray[np.bool_]  # [masks, GRID, GRID]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to segment."""
+
+    key: str
+    pixels: npt.NDArray[np.uint8]  # [H, W, 3]
+
+
+class Segmenter(Protocol):
+    """Finds the regions of pictures."""
+
+    name: str  # as `load_segmenter` knows it
+    version: str  # changes whenever the same picture may get other masks
+    options: dict[str, Any]  # what else decides about the masks: thresholds, weights
+
+    def segment(self, pictures: Sequence[Picture]) -> list[Masks]:
+        """The masks [masks, GRID, GRID] of each picture, the most certain or the largest first."""
+        ...
+
+
+def no_masks() -> Masks:
+    """A picture without regions."""
+    return np.zeros((0, GRID, GRID), np.bool_)

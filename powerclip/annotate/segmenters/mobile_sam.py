@@ -1,0 +1,135 @@
+"""MobileSAM from its official weights file, `mobile_sam.pt`: a real segmenter of 10 million parameters.
+
+Zhang et al. 2023 (Faster Segment Anything): SAM's decoder on a TinyViT encoder. The authors' package is not on PyPI, so
+the network is defined here; `--weights` names the file, from https://github.com/ChaoningZhang/MobileSAM (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from powerclip.annotate.segmenters.base import Picture
+from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
+from powerclip.annotate.segmenters.sam_decoder import MaskDecoder, PointEncoder
+from powerclip.annotate.segmenters.tiny_vit import TinyViT
+from powerclip.errors import UserError
+
+SIDE = 1024  # of the square in whose top left corner a picture lies
+PIXEL_MEAN = (123.675, 116.28, 103.53)
+PIXEL_STD = (58.395, 57.12, 57.375)
+# What the file holds for prompts that are masks, and for classifying ImageNet.
+UNUSED = ("prompt_encoder.mask_downscaling.", "image_encoder.head.", "image_encoder.norm_head.")
+
+
+class MobileSamNetwork(nn.Module):
+    """Encoder, prompts and decoder under the names of the weights file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_encoder = TinyViT()
+        self.prompt_encoder = PointEncoder()
+        self.mask_decoder = MaskDecoder()
+
+    def decode(self, features: Tensor, points: Tensor, least: float = -math.inf) -> Drawn:
+        """The masks of points [B, P, (x, y)] from features [B, D, h, w], if one may reach an IoU of `least`."""
+        height, width = features.shape[-2:]
+        rows = (torch.arange(height, device=features.device) + 0.5) / height
+        columns = (torch.arange(width, device=features.device) + 0.5) / width
+        cells = torch.cartesian_prod(rows, columns).flip(-1)
+        places = self.prompt_encoder.pe_layer(cells)
+        features = features + self.prompt_encoder.no_mask_embed.weight[0, :, None, None].to(features.dtype)
+        return self.mask_decoder(features, places, self.prompt_encoder(points), least)
+
+    def halve(self) -> MobileSamNetwork:
+        """Compute in bf16, but for the places of points: there it would move them by pixels."""
+        self.image_encoder.bfloat16()
+        self.mask_decoder.bfloat16()
+        return self
+
+
+class MobileSam(PointSegmenter):
+    """MobileSAM over a grid of points."""
+
+    name = "mobile_sam"
+    version = "1"
+
+    def __init__(
+        self,
+        weights: Path | None,
+        device: torch.device,
+        at_once: int | None = None,
+        half: bool | None = None,
+        **options: Any,
+    ):
+        if weights is None:
+            raise UserError("segmenter mobile_sam: give the weights file with --weights mobile_sam.pt")
+        identity = {"weights": file_identity(weights)}
+        super().__init__(PointOptions(**options), identity, device, at_once or (512 if device.type == "cuda" else 32))
+        self.network = load_network(weights).to(device)
+        self._dtype = torch.float32
+        if half if half is not None else device.type == "cuda":  # on most CPUs it would be slower
+            self.network.halve()
+            self._dtype = torch.bfloat16
+        self._mean = torch.tensor(PIXEL_MEAN, device=device).view(3, 1, 1)
+        self._std = torch.tensor(PIXEL_STD, device=device).view(3, 1, 1)
+
+    def encode(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
+        """Features [B, 256, 64, 64] of pictures whose longer side fills the square."""
+        square = torch.zeros(len(pictures), 3, SIDE, SIDE, device=self.device)
+        extent = []
+        for at, picture in enumerate(pictures):
+            height, width = picture.pixels.shape[:2]
+            scale = SIDE / max(height, width)
+            size = max(1, round(height * scale)), max(1, round(width * scale))
+            square[at, :, : size[0], : size[1]] = (to_square(picture, size, self.device) - self._mean) / self._std
+            extent.append((size[1] / SIDE, size[0] / SIDE))
+        return self.network.image_encoder(square.to(self._dtype)), torch.tensor(extent, device=self.device)
+
+    def decode(self, encoded: Tensor, points: Tensor) -> Drawn:
+        """Masks with 256 × 256 cells."""
+        return self.network.decode(encoded, points, self.chosen.quality)
+
+
+def load_network(weights: Path) -> MobileSamNetwork:
+    """The network with the weights of the official file, ready for inference.
+
+    Raises:
+        UserError: there is no such file, or it is not MobileSAM's.
+    """
+    try:
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"no weights file {weights}; mobile_sam.pt is at github.com/ChaoningZhang/MobileSAM") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{weights} cannot be read as a weights file: {reason}") from None
+    if not isinstance(state, dict):
+        raise UserError(f"{weights} is no weights file of MobileSAM")
+    network = MobileSamNetwork()
+    used = {name: value for name, value in state.items() if not str(name).startswith(UNUSED)}
+    try:
+        network.load_state_dict(used)
+    except RuntimeError:
+        missing = sorted(set(network.state_dict()) ^ set(used))
+        hint = f", for one {missing[0]}" if missing else ""
+        raise UserError(f"{weights} is no weights file of MobileSAM: its tensors differ{hint}") from None
+    network.eval().requires_grad_(False)
+    network.image_encoder.fuse()
+    return network
+
+
+def file_identity(path: Path) -> str:
+    """A few digits of a file's SHA-256, which tell one set of weights from another."""
+    try:
+        with open(path, "rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except FileNotFoundError:
+        raise UserError(f"no weights file {path}") from None

@@ -1,0 +1,149 @@
+"""The shards to annotate: patterns and lists to paths and URLs, and each as a file that can be read here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from powerclip.data.shards import expand_shards
+from powerclip.errors import UserError
+
+
+def list_shards(arguments: Iterable[str]) -> list[str]:
+    """The tars that a command's arguments name, in order, each once.
+
+    Understood: a path, a folder (all its tars), a pattern (`train-*.tar`), braces (`{00000..01242}.tar`), `@list.txt`,
+    a file with one of these a line, and URLs with patterns and braces (`s3://bucket/{00000..00009}.tar`). What is
+    spelled out need not be there: a missing tar is counted when its turn comes.
+
+    Raises:
+        UserError: a list cannot be read, or nothing matches.
+    """
+    shards: dict[str, None] = {}
+    for argument in arguments:
+        for line in _lines(argument):
+            shards.update(dict.fromkeys(_expand(line)))
+    if not shards:
+        raise UserError("no shard is named: give tars, a folder of them, or @list.txt")
+    return list(shards)
+
+
+def is_url(shard: str) -> bool:
+    """Whether a shard lies behind a protocol (`s3://…`) instead of in the file system."""
+    return "://" in shard
+
+
+def fingerprint(shard: str) -> str:
+    """What changes when a shard does: its size and its time, or what its store has instead of a time.
+
+    Raises:
+        OSError: there is no such shard, or its store does not answer.
+    """
+    if not is_url(shard):
+        status = os.stat(shard)
+        return f"{status.st_size}:{status.st_mtime_ns}"
+    system, path = _file_system(shard)
+    with _store_errors(shard):
+        info = system.info(path)
+    changed = next((info[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if info.get(name)), "")
+    return f"{info.get('size')}:{changed}"
+
+
+@contextmanager
+def local_copy(shard: str) -> Iterator[Path]:
+    """The shard as a file of this machine; what lies elsewhere is fetched as a whole, and removed afterwards.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
+    if not is_url(shard):
+        yield Path(shard)
+        return
+    system, path = _file_system(shard)
+    with tempfile.NamedTemporaryFile(prefix="powerclip-", suffix=".tar") as copy:
+        with _store_errors(shard), system.open(path, "rb") as source:
+            shutil.copyfileobj(source, copy, 2**20)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
+    """Every shard must have a place for its sidecar.
+
+    Raises:
+        UserError: a remote shard without a folder for sidecars, or two shards with one sidecar.
+    """
+    taken: dict[str, str] = {}
+    for shard in shards:
+        if sidecars is None:
+            if is_url(shard):
+                raise UserError(f"{shard} is not a local file: give --sidecars DIR, a folder for its annotations")
+            continue
+        name = PurePosixPath(shard).name
+        if name in taken:
+            raise UserError(
+                f"{taken[name]} and {shard} would have the same sidecar in {sidecars}: annotate them into two folders"
+            )
+        taken[name] = shard
+
+
+def _lines(argument: str) -> Iterator[str]:
+    if not argument.startswith("@"):
+        yield argument
+        return
+    try:
+        listed = Path(argument[1:]).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the list of shards {argument[1:]} cannot be read: {error}") from None
+    yield from (line.strip() for line in listed if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _expand(line: str) -> list[str]:
+    if not is_url(line):
+        if os.path.isdir(line):
+            line = os.path.join(line, "*.tar")
+        return [str(path) for path in expand_shards(line, "SHARDS")]
+    from braceexpand import braceexpand
+
+    try:
+        spelled = list(braceexpand(line))
+    except ValueError:
+        raise UserError(f"{line}: a brace is not closed (write {{00000..00099}}.tar)") from None
+    shards = []
+    for url in spelled:
+        if not any(sign in url for sign in "*?["):
+            shards.append(url)
+            continue
+        system, path = _file_system(url)
+        found = [system.unstrip_protocol(match) for match in sorted(system.glob(path))]
+        if not found:
+            raise UserError(f"nothing matches {url}")
+        shards += found
+    return shards
+
+
+@contextmanager
+def _store_errors(url: str) -> Iterator[None]:
+    """Whatever a store's library raises, as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise UserError(f"{url} needs fsspec: pip install fsspec") from None
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url} cannot be opened: {error}") from None

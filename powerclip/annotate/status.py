@@ -1,0 +1,140 @@
+"""`powerclip annotate status`: how much of a corpus is annotated, by whom, with which gaps, and what it weighs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from powerclip.annotate.shards import fingerprint
+from powerclip.data.sidecar import Kind, SidecarError, SidecarInfo, read_info, sidecar_path
+from powerclip.errors import UserError
+
+KINDS: tuple[Kind, ...] = ("trees", "regions")
+
+
+@dataclass
+class Coverage:
+    """One kind of annotation over all shards."""
+
+    kind: Kind
+    shards: int  # that there are
+    annotated: int = 0
+    stale: Counter[str] = field(default_factory=Counter)  # sidecars that do not fit their tars, by reason
+    samples: int = 0
+    items: int = 0  # captions or masks
+    phrases: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    damaged: list[str] = field(default_factory=list)
+    annotators: Counter[str] = field(default_factory=Counter)  # shards of each
+    bytes: int = 0
+
+    def add(self, info: SidecarInfo, size: int) -> None:
+        """Count one sidecar."""
+        self.annotated += 1
+        self.samples += info.samples
+        self.items += info.items
+        self.phrases += info.phrases
+        self.fallbacks.update(info.fallbacks)
+        self.left_out.update(info.left_out)
+        self.annotators[str(info.annotator)] += 1
+        self.bytes += size
+        if info.damage:
+            self.damaged.append(f"{info.shard}: {info.damage}")
+
+    def lines(self) -> Iterator[str]:
+        """The coverage, to be read."""
+        share = 100 * self.annotated / max(1, self.shards)
+        yield f"{self.kind}: {self.annotated:,} of {self.shards:,} shards annotated ({_percent(share)})"
+        for reason, count in self.stale.most_common():
+            yield f"  to be annotated again: {count:,}, {reason}"
+        if not self.annotated:
+            return
+        by = ", ".join(
+            name if count == self.annotated else f"{name} ({count:,} shards)"
+            for name, count in self.annotators.most_common()
+        )
+        yield f"  by {by}"
+        if self.kind == "trees":
+            items = f"{self.items:,} captions, {_ratio(self.phrases, self.items)} phrases each"
+        else:
+            items = f"{self.items:,} masks, {_ratio(self.items, self.samples)} each"
+        yield f"  {self.samples:,} samples, {items}"
+        of = self.items if self.kind == "trees" else self.samples
+        what = "flat trees" if self.kind == "trees" else "samples without masks"
+        fallen = sum(self.fallbacks.values())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.most_common())
+        yield f"  {what}: {fallen:,} ({_percent(100 * fallen / max(1, of))})" + (f": {reasons}" if reasons else "")
+        if self.left_out:
+            left_out = ", ".join(f"{count:,} with {reason}" for reason, count in self.left_out.most_common())
+            yield f"  samples left out: {left_out}"
+        for damage in self.damaged:
+            yield f"  read in part: {damage}"
+        each = f", {_ratio(self.bytes, self.items)} a mask" if self.kind == "regions" and self.items else ""
+        yield f"  {_size(self.bytes)}, {_ratio(self.bytes, self.samples)} bytes a sample{each}"
+
+
+def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Coverage]:
+    """The coverage of shards, whose sidecars lie beside them or in a folder."""
+    found = []
+    for kind in KINDS:
+        coverage = Coverage(kind, len(shards))
+        for shard in shards:
+            path = sidecar_path(shard, kind, sidecars)
+            if not path.exists():
+                continue
+            try:
+                info = read_info(path)
+            except SidecarError:
+                coverage.stale["sidecar torn or of another format"] += 1
+                continue
+            try:
+                changed = fingerprint(shard) != info.fingerprint
+            except OSError:
+                changed = False  # the annotations are good; that the tar is away is another matter
+            if changed:
+                coverage.stale["tar changed"] += 1
+            else:
+                coverage.add(info, path.stat().st_size)
+        found.append(coverage)
+    return found
+
+
+def cover_folder(folder: Path) -> list[Coverage]:
+    """The coverage of what lies in a folder: sidecars, tars or both."""
+    names = {path.name.removesuffix(".tar") for path in folder.glob("*.tar")}
+    for kind in KINDS:
+        names |= {path.name.removesuffix(f".{kind}.parquet") for path in folder.glob(f"*.{kind}.parquet")}
+    if not names:
+        raise UserError(f"{folder} holds neither sidecars nor tars")
+    return cover_shards([str(folder / f"{name}.tar") for name in sorted(names)])
+
+
+def status_lines(coverages: Sequence[Coverage]) -> Iterator[str]:
+    """The status, to be read."""
+    for coverage in coverages:
+        yield from coverage.lines()
+
+
+def _ratio(value: int, of: int) -> str:
+    return f"{value / max(1, of):,.1f}"
+
+
+def _percent(share: float) -> str:
+    """Never 100 % of what is not all of it, nor 0 % of what is there."""
+    if 0 < share < 0.1:
+        return "< 0.1 %"
+    if 99.9 < share < 100:
+        return "> 99.9 %"
+    return f"{share:.1f} %".replace(".0 %", " %")
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"

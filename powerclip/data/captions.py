@@ -1,0 +1,37 @@
+"""What a tar calls a sample, and what its captions are: one rule for those who annotate and those who train."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import PurePosixPath
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+CAPTION_SUFFIXES = ("json", "txt")
+
+
+def split_member(name: str) -> tuple[str, str]:
+    """The key and the suffix of a tar's member: `("00012", "jpg")` for `./00012.jpg`."""
+    key, _, suffix = PurePosixPath(name).name.partition(".")
+    return key, suffix.lower()
+
+
+def read_captions(data: bytes, suffix: str) -> list[str]:
+    """The captions in a sample's `.json` ({"captions": […]} or {"caption": …}) or `.txt`; blank ones are left out."""
+    text = data.decode("utf-8", errors="replace")
+    if suffix == "txt":
+        return [text.strip()] if text.strip() else []
+    try:
+        fields = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return []
+    found = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
+    listed = found if isinstance(found, list) else [found]
+    return [one for one in listed if isinstance(one, str) and one.strip()]
+
+
+def content_hash(content: str | bytes) -> int:
+    """64 bits that tell one caption, or one picture's file, from another."""
+    # A lone surrogate can stand in a JSON string; it must have a hash as well.
+    data = content.encode("utf-8", errors="surrogatepass") if isinstance(content, str) else content
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,151 @@
+"""The pointing game on a user's own boxes: a JSON file that says which phrase of a caption names what in a picture.
+
+    [{"image": "dog.jpg", "caption": "a dog on a red chair", "phrase": "a red chair", "box": [40, 60, 200, 220]},
+     {"image": "dog.jpg", "caption": "a dog on a red chair", "phrase": [0, 5], "boxes": [[52, 8, 130, 110]]}]
+
+Pictures lie beside the file or in `images/`. A phrase is its text, or where it begins and ends in the caption. A box is
+left, top, right and bottom in pixels of the picture; with {"units": "shares", "items": […]} around the list, in shares
+of its width and height.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerclip.alignment.trees import Span, is_word, shorten
+from powerclip.errors import UserError, nearest
+from powerclip.evaluate.pictures import FilePictures
+from powerclip.evaluate.tasks import Box, PointingGame
+
+UNITS = ("pixels", "shares")
+_KEYS = ("image", "caption", "phrase", "box", "boxes")
+
+
+@dataclass(frozen=True)
+class _Phrase:
+    """One question of the game."""
+
+    picture: Path
+    caption: str
+    span: Span
+    boxes: tuple[Box, ...]
+    where: str  # what messages call it
+
+
+def read_boxes(path: Path) -> PointingGame:
+    """The pointing game in a file.
+
+    Raises:
+        UserError: a phrase is not in its caption, a box is none, or a picture is not there; the message names the item.
+    """
+    units, items = _items(path)
+    images = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
+    found = [_phrase(item, images, f"{path}, item {number}") for number, item in enumerate(items)]
+    number = {picture: place for place, picture in enumerate(dict.fromkeys(one.picture for one in found))}
+    gone = [picture for picture in number if not picture.is_file()]
+    if gone:
+        raise UserError(f"{path} names {len(gone):,} pictures that are not there, the first is {gone[0]}")
+    sizes = {picture: _size(picture) if units == "pixels" else (1.0, 1.0) for picture in number}
+    return PointingGame(
+        FilePictures(list(number)),
+        [number[one.picture] for one in found],
+        [one.caption for one in found],
+        [one.span for one in found],
+        [[_share(box, sizes[one.picture], one.where) for box in one.boxes] for one in found],
+    )
+
+
+def _items(path: Path) -> tuple[str, Sequence[Any]]:
+    """The units of the boxes, and the questions."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a JSON file ({error})") from None
+    units, items = "pixels", content
+    if isinstance(content, Mapping):
+        units, items = content.get("units", "pixels"), content.get("items")
+    if units not in UNITS:
+        raise UserError(f"{path}: units are {' or '.join(UNITS)}, not {units!r}{nearest(str(units), list(UNITS))}")
+    if not isinstance(items, list) or not items:
+        raise UserError(f"{path}: expected a list of items with image, caption, phrase and box, or {{'items': […]}}")
+    return units, items
+
+
+def _phrase(item: Any, images: Path, where: str) -> _Phrase:
+    if not isinstance(item, Mapping):
+        raise UserError(f"{where}: expected image, caption, phrase and box, got {shorten(str(item))}")
+    for key in item:
+        if key not in _KEYS:
+            raise UserError(f"{where}: unknown key {key!r}{nearest(str(key), list(_KEYS))}")
+    for key in ("image", "caption"):
+        if not isinstance(item.get(key), str) or not item[key].strip():
+            raise UserError(f"{where}: {key!r} is missing or no text")
+    if ("box" in item) == ("boxes" in item):
+        raise UserError(f"{where}: give 'box', or 'boxes' where the phrase names several things")
+    boxes = [item["box"]] if "box" in item else item["boxes"]
+    if not isinstance(boxes, list) or not boxes:
+        raise UserError(f"{where}: 'boxes' must be a list of at least one box")
+    caption = item["caption"]
+    span = _span(item.get("phrase"), caption, where)
+    return _Phrase(images / item["image"], caption, span, tuple(_box(box, where) for box in boxes), where)
+
+
+def _span(phrase: Any, caption: str, where: str) -> Span:
+    if isinstance(phrase, str) and phrase.strip():
+        wanted, text = phrase.strip().lower(), caption.lower()
+        start = text.find(wanted)
+        if start < 0:
+            raise UserError(f"{where}: the phrase {shorten(phrase)!r} is not in the caption {shorten(caption)!r}")
+        if text.find(wanted, start + 1) >= 0:
+            raise UserError(
+                f"{where}: the phrase {shorten(phrase)!r} occurs more than once in the caption: "
+                "give its first character and the one after its last instead, such as [0, 5]"
+            )
+        return Span(start, start + len(wanted), "")
+    if isinstance(phrase, list) and len(phrase) == 2 and all(type(edge) is int for edge in phrase):
+        start, end = phrase
+        if not 0 <= start < end <= len(caption) or not is_word(caption[start:end]):
+            raise UserError(f"{where}: the phrase {phrase} holds no word of a caption of {len(caption)} characters")
+        return Span(start, end, "")
+    raise UserError(f"{where}: 'phrase' must be its text, or where it begins and ends in the caption, got {phrase!r}")
+
+
+def _box(box: Any, where: str) -> Box:
+    numbers = isinstance(box, list) and all(isinstance(side, int | float) and side == side for side in box)
+    if not numbers or len(box) != 4:
+        raise UserError(f"{where}: a box is left, top, right and bottom, got {shorten(str(box))}")
+    left, top, right, bottom = map(float, box)
+    if left >= right or top >= bottom:
+        raise UserError(
+            f"{where}: box {box} has no area: left, top, right and bottom are expected, not a width and a height"
+        )
+    return left, top, right, bottom
+
+
+def _size(path: Path) -> tuple[float, float] | None:
+    """Width and height from the picture's head; None where it cannot be read, which is counted when it is embedded."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return float(picture.width), float(picture.height)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+
+
+def _share(box: Box, size: tuple[float, float] | None, where: str) -> Box:
+    """The box in shares of the picture, cut at its edges."""
+    if size is None:
+        return (0.0, 0.0, 1.0, 1.0)
+    width, height = size
+    left, top, right, bottom = box
+    shares = (left / width, top / height, right / width, bottom / height)
+    if shares[0] >= 1 or shares[1] >= 1 or shares[2] <= 0 or shares[3] <= 0:
+        inside = "a picture" if size == (1.0, 1.0) else f"its picture of {width:g} × {height:g} pixels"
+        raise UserError(f"{where}: box {list(box)} lies outside {inside}")
+    x0, y0, x1, y1 = (min(max(side, 0.0), 1.0) for side in shares)
+    return x0, y0, x1, y1

@@ -1,0 +1,107 @@
+"""The share of a GPU's arithmetic rate that training reaches: operations of the towers against the data sheet."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from powerclip.objectives import Objective, build_objective
+from powerclip.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder
+
+# Dense bf16 with float32 sums, 10^12 operations a second, from the makers' data sheets. The first that a device's name
+# contains as words counts.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "RTX 6000 Ada": 364.2,
+    "RTX A6000": 154.8,
+}
+
+
+def peak_rate(device: torch.device) -> float | None:
+    """Operations a second that the device's data sheet promises in bf16; None when it is not known."""
+    if device.type != "cuda":
+        return None
+    return rate_of(torch.cuda.get_device_name(device))
+
+
+def rate_of(name: str) -> float | None:
+    """The same by the device's name."""
+    return next((1e12 * rate for known, rate in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+
+
+class ChipShare:
+    """The share of the GPUs' bf16 rate that a run reaches; nothing where that rate is not known.
+
+    Operations of the loss, and those repeated to save memory, are left out.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, gpus: int = 1):
+        self._recipe, self._gpus = recipe, gpus
+        self._peak = peak_rate(device)
+        self._known: dict[int, float] = {}
+
+    def read(self, samples_per_second: float, length: int) -> dict[str, float]:
+        """`chip_share` of a run at this speed whose captions are padded to `length` tokens."""
+        if self._peak is None:
+            return {}
+        if length not in self._known:
+            self._known[length] = operations(self._recipe, length)
+        return {"chip_share": samples_per_second * self._known[length] / (self._gpus * self._peak)}
+
+
+def operations(recipe: Recipe, length: int) -> float:
+    """Floating-point operations of a pair's way through the towers of a recipe, forward and backward.
+
+    Counted with towers of the same structure but without weights: compiled or sharded ones cannot be counted.
+    """
+    try:
+        return _operations_on(torch.device("meta"), recipe, length)
+    except RuntimeError:  # how many patches stay depends on the picture: there must be one
+        return _operations_on(torch.device("cpu"), recipe, length)
+
+
+def _operations_on(device: torch.device, recipe: Recipe, length: int, pairs: int = 2) -> float:
+    from powerclip.encoders import build
+
+    with torch.random.fork_rng([]), device:
+        encoder = build(name=recipe.model.name, config=recipe.model.config).train()
+        objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
+        objective.attach(encoder)
+        images = torch.randn(pairs, 3, *encoder.image_size)
+        tokens = torch.ones(pairs, length, dtype=torch.long)
+        return count_operations(objective, encoder, images, tokens) / pairs
+
+
+def count_operations(objective: Objective, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> float:
+    """Operations of `objective.encode` and of the gradient of what it gives."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        features = objective.encode(encoder, images, tokens)
+        carrying = [value for value in vars(features).values() if isinstance(value, Tensor) and value.requires_grad]
+        torch.stack([value.float().sum() for value in carrying]).sum().backward()
+    return float(counter.get_total_flops())

@@ -1,0 +1,294 @@
+"""What a recipe would run, before it does: how large, how long, on which data, and what would be written where.
+
+Nothing is written. The data need not be there: what is missing is listed. Speed and memory come from a short burst of
+real steps on noise of the right shape, on the device that the run would use.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from powerclip.alignment.regions import random_boxes
+from powerclip.data.batch import Batch
+from powerclip.data.scenes import generate
+from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.encoders import DualEncoder, tokenizer_for
+from powerclip.errors import UserError
+from powerclip.train.chip import operations, peak_rate
+from powerclip.train.communication import FAST, seconds, traffic
+from powerclip.train.inputs import Input, inputs, samples_of
+from powerclip.train.loop import train_step
+from powerclip.train.recipe import Recipe, steps_of
+from powerclip.train.run_folder import RunFolder
+from powerclip.train.state import TrainState, start
+from powerclip.train.towers import in_bf16, is_compiled
+
+# A burst on a CPU grows until one step takes this long.
+ENOUGH_SECONDS = 1.0
+STATE_BYTES = 16  # of a trained parameter: weight, gradient and AdamW's two moments in float32
+CHECKPOINT_BYTES = 12  # the same without the gradient
+GIB = 2**30
+TYPICAL_NODES = 12.0  # mean K of web captions
+
+
+@dataclass(frozen=True)
+class Burst:
+    """A few real steps of `pairs` pairs."""
+
+    pairs: int
+    seconds: float  # of a step
+    seconds_per_pair: float  # of one more pair
+    length: int  # tokens of a caption row
+    activation_bytes: float  # kept for the backward pass, for one pair
+    peak_bytes: int | None  # on the GPU
+
+    def step(self, pairs: int) -> float:
+        """Seconds that a step of `pairs` would take, if time grows in a line."""
+        return max(self.seconds / self.pairs, self.seconds + (pairs - self.pairs) * self.seconds_per_pair)
+
+
+def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console: Console | None = None) -> None:
+    """Print what `train` would do.
+
+    Raises:
+        UserError: the model cannot be built, or the device is not there.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if int(os.environ.get("RANK", "0")):
+        return
+    console = console or Console()
+
+    def say(head: str, text: str) -> None:
+        console.print(f"{head:12}{text}", markup=False, highlight=False, soft_wrap=True)
+
+    found = list(inputs(recipe))
+    recipe, length, known = settled(recipe, found)
+    # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
+    once = replace(recipe.train, accumulate=1)
+    burst_recipe = replace(recipe, model=replace(recipe.model, pretrained=None), train=once)
+    state = start(burst_recipe)
+    for head, text in describe_run(recipe, state, length, found):
+        say(head, text)
+    if not quiet:
+        say("", "measuring a few steps …")
+    pairs = max(2, recipe.train.batch_size // ranks // recipe.train.accumulate)
+    burst = measure(burst_recipe, state, pairs)
+    for head, text in describe_cost(recipe, state, burst, ranks, pairs, steps=recipe.train.steps if known else None):
+        say(head, text)
+    for head, text in describe_output(recipe, state, RunFolder(Path(output))):
+        say(head, text)
+
+
+def settled(recipe: Recipe, found: list[Input]) -> tuple[Recipe, str, bool]:
+    """The recipe with its number of steps, that length in words, and whether it is known."""
+    train, samples = recipe.train, samples_of(recipe, found)
+    if train.epochs is not None and recipe.data.samples is None:
+        if samples is None:
+            return recipe, f"{train.epochs:g} epochs; how many steps that is shows when the data are there", False
+        train = replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
+    shown = train.steps * train.batch_size
+    text = f"{train.steps:,} steps × {train.batch_size:,} pairs = {shown:,} pairs"
+    if samples:
+        text += f", {shown / samples:.4g} epochs of {samples:,}"
+    return replace(recipe, train=train), text, True
+
+
+def describe_run(recipe: Recipe, state: TrainState, length: str, found: list[Input]) -> Iterator[tuple[str, str]]:
+    """Model, objective, device, length and data, as lines."""
+    clip, optim = state.encoder.clip, recipe.optim
+    image, total, extra = count(clip.visual), count(state.encoder), count(state.objective)
+    rows, columns = state.encoder.grid
+    yield "model", f"{recipe.model.name or 'towers of the recipe'}: {total / 1e6:.1f} M parameters"
+    yield "", f"image tower {image / 1e6:.1f} M, {clip.visual.image_size[0]}² pixels, {rows} × {columns} patches"
+    yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
+    if recipe.model.pretrained:
+        yield "", f"starts from {recipe.model.pretrained}"
+    own = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
+    yield "objective", recipe.objective + own
+    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU"
+    how = [precision(recipe, state)] + ["compiled"] * is_compiled(recipe.train, state.device)
+    yield "device", f"{device}, {', '.join(how)}"
+    yield "length", length
+    rate = f"lr {optim.lr:g}, {optim.schedule}, {optim.warmup:,} steps of warm-up"
+    yield "optimiser", f"AdamW, {rate}, weight decay {optim.weight_decay:g}"
+    yield "data", recipe.data.source
+    for item in found:
+        yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
+
+
+def describe_cost(
+    recipe: Recipe, state: TrainState, burst: Burst, ranks: int, pairs: int, steps: int | None
+) -> Iterator[tuple[str, str]]:
+    """Memory and time, as lines: what was measured and what was made of it."""
+    spread = ranks if recipe.train.sharding == "full" else 1
+    held = trained(state) * STATE_BYTES / spread / GIB
+    parts = f"{held:.1f} weights, gradients and AdamW's moments"
+    if burst.peak_bytes is not None:
+        yield "memory", f"{burst.peak_bytes / GIB:.1f} GiB on the GPU with {burst.pairs:,} pairs, measured: {parts}"
+        if burst.pairs < pairs:
+            fits = recipe.train.accumulate * -(-pairs // burst.pairs)
+            yield "", f"{pairs:,} pairs do not fit at once; train.accumulate={fits} sends them through in parts that do"
+    else:
+        kept = burst.activation_bytes * pairs / GIB
+        yield "memory", f"about {held + kept:.1f} GiB for each process: {parts}, {kept:.1f} activations"
+        of_a_pair = (
+            f"{burst.activation_bytes / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(recipe, state)}"
+        )
+        yield "", f"activations of the towers, counted: {of_a_pair}; the loss comes on top"
+    rounds = recipe.train.batch_size / (pairs * ranks)
+    # Accumulation runs the towers once more, without a gradient: a third of a step.
+    step = burst.step(pairs) * rounds * (4 / 3 if rounds > 1 else 1)
+    whole = "" if steps is None else f"{clock(step * steps)} for the run, "
+    yield "time", f"{whole}{step:.3g} s a step, without waiting for data"
+    beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
+    yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
+    cost, peak = operations(recipe, burst.length), peak_rate(state.device)
+    rate = recipe.train.batch_size / ranks / step
+    share = f", {rate * cost / peak:.1%} of the GPU's bf16 rate" if peak else ""
+    yield "", f"{cost / 1e9:.1f} GFLOP a pair, {rate:,.1f} pairs/s for each process{share}"
+    if ranks > 1:
+        yield from describe_messages(recipe, state, ranks)
+
+
+def describe_messages(recipe: Recipe, state: TrainState, ranks: int) -> Iterator[tuple[str, str]]:
+    """What the ranks send each other, on paper."""
+    nodes = TYPICAL_NODES if recipe.objective == "powerclip" else 0.0
+    width = state.encoder.clip.visual.output_dim
+    sent = traffic(ranks, recipe.train.batch_size, width, trained(state), nodes)
+    parts = f"{sent.gradients / 2**20:,.0f} gradients, {sent.exposed / 2**20:,.0f} for the loss"
+    yield "messages", f"{sent.total / 2**20:,.0f} MiB a step from each of {ranks} ranks: {parts}"
+    yield "", f"{1e3 * seconds(sent.total, ranks, FAST):.1f} ms over {FAST.name}, on paper"
+
+
+def describe_output(recipe: Recipe, state: TrainState, folder: RunFolder) -> Iterator[tuple[str, str]]:
+    """What would be written where, as lines."""
+    train, size = recipe.train, trained(state) * CHECKPOINT_BYTES / GIB
+    yield "output", f"{folder.root}: {folder_state(folder)}"
+    when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
+    when += [f"every {train.checkpoint_minutes:g} minutes"] if train.checkpoint_minutes else []
+    kept = f"the last {train.keep} kept: {size:.2f} GiB each, {(train.keep + 1) * size:.2f} GiB while one is written"
+    yield "", f"checkpoints/ {' and '.join(when) or 'only when asked by a signal'}, {kept}"
+    if train.save_model:
+        yield "", f"model/ at the end: {count(state.encoder) * 4 / GIB:.2f} GiB"
+    yield "", "recipe.yaml, environment.json, metrics.jsonl, tensorboard/, results.json"
+
+
+def folder_state(folder: RunFolder) -> str:
+    """What `train` would say to this folder."""
+    if folder.finished:
+        return "holds a finished run (--overwrite replaces it)"
+    if folder.holds_run():
+        return "holds an unfinished run (--resume continues it)"
+    if folder.root.exists() and (not folder.root.is_dir() or any(folder.root.iterdir())):
+        return "is not empty and not a run; choose another --output"
+    return "free"
+
+
+def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
+    """Train on noise for a moment: on a GPU with `pairs`, on a CPU with as many as take about a second."""
+    gpu = state.device.type == "cuda"
+    size = pairs if gpu else min(2, pairs)
+    history: list[tuple[int, float]] = []
+    kept = activation_bytes(recipe, state, synthetic_batch(recipe, state.encoder, 2))
+    while True:
+        batch = synthetic_batch(recipe, state.encoder, size).to(state.device)
+        try:
+            history.append((size, time_steps(recipe, state, batch, warmup=3 if gpu else 1)))
+        except torch.OutOfMemoryError:
+            if size < 4:
+                raise UserError(f"not even {size} pairs fit on {state.device}: take smaller towers") from None
+            size //= 2
+            torch.cuda.empty_cache()
+            continue
+        took = history[-1][1]
+        # Two sizes tell what one more pair costs from what a step costs anyway.
+        if gpu or size >= pairs or took > 5 * ENOUGH_SECONDS or (took > ENOUGH_SECONDS and len(history) > 1):
+            break
+        size = min(2 * size, pairs)
+    (size, took), before = history[-1], history[-2] if len(history) > 1 else None
+    slope = took / size if before is None else max(0.0, (took - before[1]) / (size - before[0]))
+    peak = torch.cuda.max_memory_allocated(state.device) if gpu else None
+    return Burst(size, took, slope, batch.tokens.shape[1], kept, peak)
+
+
+def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, repeats: int = 3) -> float:
+    """Seconds of the quickest of some steps: others may have been held up by what else the machine does."""
+    wait: Callable[[], None] = torch.cuda.synchronize if state.device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(warmup + repeats):
+        wait()
+        began = time.perf_counter()
+        train_step(state, batch, recipe)
+        wait()
+        times.append(time.perf_counter() - began)
+        if len(times) > warmup and times[-1] > 5 * ENOUGH_SECONDS:
+            break
+    return min(times[warmup:])
+
+
+def activation_bytes(recipe: Recipe, state: TrainState, batch: Batch) -> float:
+    """Bytes that the towers keep of one pair for the backward pass, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for m in (state.encoder, state.objective) for p in m.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    batch = batch.to(state.device)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda value: value),
+        torch.autocast(state.device.type, torch.bfloat16, enabled=in_bf16(recipe.train, state.device)),
+    ):
+        features = state.objective.encode(state.encoder, batch.images, batch.tokens)
+    del features
+    return sum(kept.values()) / len(batch)
+
+
+def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
+    """Noise for pictures and the captions and trees of embedded scenes."""
+    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
+    scenes = [generate(0, number, "train") for number in range(pairs)]
+    captions = [tokenizer.encode(scene.caption) for scene in scenes]
+    tokens = tokenizer.pad([caption.ids for caption in captions], multiple=16)
+    generator = torch.Generator().manual_seed(0)
+    return Batch(
+        images=torch.randn(pairs, 3, *encoder.image_size, generator=generator),
+        tokens=tokens,
+        regions=random_boxes(pairs, recipe.regions.count, encoder.grid, generator, recipe.regions.largest),
+        phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),
+        keys=[str(number) for number in range(pairs)],
+    )
+
+
+def count(module: nn.Module, *, trained: bool = False) -> int:
+    """Parameters of a module."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+
+
+def trained(state: TrainState) -> int:
+    """Parameters that the optimiser moves."""
+    return count(state.encoder, trained=True) + count(state.objective, trained=True)
+
+
+def precision(recipe: Recipe, state: TrainState) -> str:
+    """What the towers compute in."""
+    return "bf16" if in_bf16(recipe.train, state.device) else "float32"
+
+
+def clock(span: float) -> str:
+    """Seconds in words: `41 s`, `3.2 h`, `12.5 days`."""
+    for name, unit in (("years", 365.25 * 86400), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if span >= 2 * unit:
+            return f"{span / unit:,.1f} {name}"
+    return f"{span:.0f} s"

@@ -1,0 +1,104 @@
+"""The files that a recipe reads: found before anything is built; what is missing is said in the recipe's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from powerclip.data.paths import expand_path, expand_pattern
+from powerclip.data.shards import expand_shards
+from powerclip.data.tar_index import find_info, make_index
+from powerclip.errors import UserError
+from powerclip.train.recipe import Recipe
+
+# Tars without an index that are sooner read than waited for.
+FEW = 64
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one setting names."""
+
+    setting: str
+    summary: str
+    problem: str | None = None  # why a run could not begin
+    paths: tuple[Path, ...] = ()  # the tars, where it names some
+
+
+def inputs(recipe: Recipe) -> Iterator[Input]:
+    """Everything that a run of `recipe` would read, whether it is there or not."""
+    data, evaluation = recipe.data, recipe.evaluation
+    if data.source == "corpus":
+        yield from _look("data.shards", data.shards, _pattern)
+        yield from _look("data.trees", data.trees, _file)
+    elif data.source == "shards":
+        yield from _look("data.shards", data.shards, _shards)
+        yield from _look("data.sidecars", data.sidecars, _folder)
+    yield from _look("evaluation.retrieval", evaluation.retrieval, _pattern)
+    yield from _look("evaluation.composition", evaluation.composition, _folder)
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """UserError, naming the setting, for the first thing that a run would miss: before towers are built for it."""
+    for item in inputs(recipe):
+        if item.problem:
+            raise UserError(f"{item.setting}: {item.problem}")
+
+
+def samples_of(recipe: Recipe, found: list[Input]) -> int | None:
+    """Pairs in an epoch, as the recipe says or as they were counted; None when neither is known."""
+    if recipe.data.samples is not None:
+        return recipe.data.samples
+    return next((count_samples(item.paths) for item in found if item.setting == "data.shards" and item.paths), None)
+
+
+def _look(setting: str, value: str | None, find: Callable[[str, str], Input]) -> Iterator[Input]:
+    if value is None:
+        return
+    try:
+        yield find(value, setting)
+    except UserError as error:
+        yield Input(setting, "", problem=str(error).removeprefix(f"{setting}: "))
+
+
+def _pattern(value: str, setting: str) -> Input:
+    return _files(expand_pattern(value, setting), setting)
+
+
+def _shards(value: str, setting: str) -> Input:
+    paths = expand_shards(value, setting)  # what is spelled out need not be there
+    there = [path for path in paths if path.is_file()]
+    if not there:
+        raise UserError(f"{setting}: none of {value} is there (the first would be {paths[0]})")
+    found = _files(there, setting)
+    gone = len(paths) - len(there)
+    return replace(found, summary=f"{found.summary}, {gone:,} more are not there") if gone else found
+
+
+def _files(paths: list[Path], setting: str) -> Input:
+    size = sum(path.stat().st_size for path in paths)
+    text = f"{len(paths):,} file{'s' * (len(paths) != 1)}, {size / 2**30:.2f} GiB"
+    return Input(setting, text, paths=tuple(paths))
+
+
+def count_samples(paths: Sequence[Path]) -> int | None:
+    """Samples in tars, from their indices; None when many have none yet. Writes nothing."""
+    found = [find_info(path) for path in paths]
+    if sum(info is None for info in found) > FEW:
+        return None
+    return sum((info[0] if info else make_index(path).info).samples for path, info in zip(paths, found, strict=True))
+
+
+def _file(value: str, setting: str) -> Input:
+    path = expand_path(value, setting)
+    if not path.is_file():
+        raise UserError(f"{setting}: no file {path}; set it to null to train without trees")
+    return Input(setting, str(path))
+
+
+def _folder(value: str, setting: str) -> Input:
+    path = expand_path(value, setting)
+    if not path.is_dir():
+        raise UserError(f"{setting}: no folder {path}")
+    return Input(setting, str(path))

@@ -1,0 +1,78 @@
+"""The NLA scores with a gradient, in Triton, against autograd through the plain formulas in float64."""
+
+import pytest
+import torch
+from kernel_examples import CONFIGS, INSTANCES, assert_scores, instance
+from test_kernels_nla_recompute import TIED, gradients
+
+from powerclip.alignment import AlignmentConfig
+from powerclip.alignment.kernels import nla_gradient as module
+from powerclip.alignment.kernels.nla_gradient import nla_gradient
+from powerclip.alignment.score import score_all
+
+SLOW = set() if torch.cuda.is_available() else {"64 nodes", "ragged, odd"}
+# The interpreter runs a node at a time: every setting on a few instances, every instance in two settings.
+CASES = [(name, config) for name in ("one node each", "one image", "barely negative") for config in CONFIGS]
+CASES += [(name, config) for name in sorted(set(INSTANCES) - SLOW) for config in ("default", "paper")]
+
+
+def plain(one, config):
+    return gradients(score_all, one, AlignmentConfig(**{**vars(config), "backend": "reference"}), torch.float64)
+
+
+@pytest.mark.parametrize(("name", "config"), sorted(set(CASES)))
+def test_values_and_gradients_equal_plain_autograd(name, config):
+    one, settings = INSTANCES[name](), CONFIGS[config]
+    if name in TIED and settings.t2r and settings.largest_set:
+        one.regions = one.regions[:, :1]
+    # Float32 rounds Σ q/τ, thousands at τ = 0.001, and a softmax over nodes turns on the absolute error of that.
+    tolerances = (1e-5, 5e-3, 5e-3)
+    for ours, expected, tolerance in zip(
+        gradients(nla_gradient, one, settings, torch.float32), plain(one, settings), tolerances, strict=True
+    ):
+        assert_scores(ours, expected, tolerance)
+
+
+@pytest.mark.parametrize("config", ["soft", "soft, empty set, sums", "very soft"])
+def test_gradients_are_accurate_where_the_formulas_are_smooth(config):
+    one = INSTANCES["ragged, few"]()
+    expected = plain(one, CONFIGS[config])
+    for ours, exact in zip(gradients(nla_gradient, one, CONFIGS[config], torch.float32), expected, strict=True):
+        assert_scores(ours, exact, 1e-5)
+
+
+def test_tiny_gradients_do_not_vanish():
+    one = INSTANCES["one image"]()
+    _, *whole = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
+    _, *small = gradients(lambda *a: 1e-20 * nla_gradient(*a), one, CONFIGS["soft"], torch.float32)
+    for gradient, expected in zip(small, whole, strict=True):
+        torch.testing.assert_close(1e20 * gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_no_gradient_of_the_scores_gives_none():
+    one = INSTANCES["one region"]()
+    _, *found = gradients(lambda *a: 0 * nla_gradient(*a), one, CONFIGS["default"], torch.float32)
+    assert all((gradient == 0).all() for gradient in found)
+
+
+def test_tied_regions_share_the_gradient_of_the_best_one():
+    one = instance([2], 3, 4)
+    one.regions = one.regions[:, :1].expand(-1, 4, -1)
+    _, of_regions, _ = gradients(nla_gradient, one, AlignmentConfig(r2t=False), torch.float32)
+    torch.testing.assert_close(of_regions, of_regions[:, :1].expand(-1, 4, -1))
+
+
+def test_similarities_that_are_computed_again_give_the_same(monkeypatch):
+    one = INSTANCES["one node each"]()
+    kept = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", 1)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * len(one.nodes) * 5)
+    again = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
+    for ours, expected in zip(again, kept, strict=True):
+        assert_scores(ours, expected.double(), 1e-5)
+
+
+def test_two_runs_give_the_same_bits():
+    one = INSTANCES["one image"]()
+    runs = [gradients(nla_gradient, one, CONFIGS["default"], torch.float32) for _ in range(2)]
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))

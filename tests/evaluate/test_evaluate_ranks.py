@@ -1,0 +1,113 @@
+"""Evaluation under torchrun: two processes share the work and give one process's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_examples import caption_table, class_folders, sugarcrepe, tiny_model
+
+import powerclip
+from powerclip.errors import UserError
+from powerclip.evaluate import embedder as embedding
+from powerclip.evaluate.command import evaluate_model
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.folders import read_path
+from powerclip.evaluate.ranks import device_for
+from powerclip.ranks import Ranks
+
+ROOT = Path(powerclip.__file__).parents[1]
+
+
+def torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "powerclip", "evaluate", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def results(folder: Path) -> dict[str, list[tuple[str, dict[str, float]]]]:
+    """File → dataset and metrics of each record."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        records = content if isinstance(content, list) else [content]
+        found[path.name] = [(record["dataset"], record["metrics"]) for record in records]
+    return found
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    powerclip.save(tiny_model()[0], tmp_path / "model")
+    # More pictures than one chunk and more texts than one batch: both ranks have work.
+    animals, table, crepe = (
+        class_folders(tmp_path / "animals", 75),
+        caption_table(tmp_path / "table", 150),
+        sugarcrepe(tmp_path / "crepe"),
+    )
+    assert len(list(animals.rglob("*.png"))) > embedding.CHUNK
+    assert len(table.read_text().splitlines()) > embedding.BATCH
+    boxes = tmp_path / "table" / "boxes.json"
+    items = [
+        {"image": f"photos/{number}.png", "caption": "a bear and a cup", "phrase": "a cup", "box": [9, 9, 30, 30]}
+        for number in range(20)
+    ]
+    boxes.write_text(json.dumps(items))
+    (tmp_path / "empty").mkdir()
+    paths = [animals, tmp_path / "empty", table, crepe]
+    done = torchrun(
+        *paths, "--pointing", boxes, "-m", tmp_path / "model", "-o", tmp_path / "two", "--device", "cpu"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[1/5] animals") == 1  # the first rank speaks for both
+    assert "[2/5] empty: failed" in done.stdout
+    evaluate_model(
+        str(tmp_path / "model"), paths, pointing=[boxes], output=tmp_path / "one", device="cpu", cache=False, quiet=True
+    )
+    assert results(tmp_path / "two") == results(tmp_path / "one")
+    assert len(results(tmp_path / "two")) == 4
+
+
+def test_under_torchrun_a_mistake_is_still_one_line(tmp_path):
+    done = torchrun("--model", "gone", "--suite", "retreival", "--data", tmp_path)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("powerclip: error:")]
+    assert len(said) == 1
+    assert "did you mean 'retrieval'" in said[0]
+
+
+def test_the_shares_of_the_ranks_are_the_whole(tmp_path, monkeypatch):
+    # In one process: what each of three ranks fills in, added up as gloo does it.
+    monkeypatch.setattr(embedding, "CHUNK", 8)
+    monkeypatch.setattr(embedding, "BATCH", 8)
+    monkeypatch.setattr(Ranks, "sum", lambda self, rows: rows)
+    monkeypatch.setattr(Ranks, "from_first", lambda self, ask: None)
+    monkeypatch.setattr(embedding, "_checked", lambda vectors, readable, names: (vectors, readable))
+    task, model = read_path(caption_table(tmp_path)), tiny_model()
+    whole = Embedder(*model)
+    shares = [Embedder(*model, ranks=Ranks(rank, 3)) for rank in range(3)]
+    vectors, readable = whole.pictures(task.pictures)
+    parts = [share.pictures(task.pictures) for share in shares]
+    assert torch.equal(torch.stack([part for part, _ in parts]).sum(0), vectors)
+    assert torch.equal(torch.stack([mask for _, mask in parts]).sum(0), readable.long())
+    texts = torch.stack([share.texts(task.captions) for share in shares])
+    assert torch.equal(texts.sum(0), whole.texts(task.captions))
+    assert all((own != 0).any() for own in texts)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_for(Ranks(1, 2, local=1), None) == "cuda:1"
+    assert device_for(Ranks(3, 4, local=1), "cpu") == "cpu"
+    assert device_for(Ranks(), "cuda:1") == "cuda:1"
+    with pytest.raises(UserError, match="more processes than there are GPUs"):
+        device_for(Ranks(2, 3, local=2), "cuda")

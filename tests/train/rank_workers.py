@@ -1,0 +1,264 @@
+"""Real processes for the tests of distributed training, and what one of them does.
+
+Processes are forked from one that has imported everything: starting some costs no more than running them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_run import tiny
+from torch import Tensor
+
+from powerclip.data.batch import Batch
+from powerclip.encoders import DualEncoder
+from powerclip.errors import UserError
+from powerclip.evaluate.spread import spread_encoder
+from powerclip.objectives.batch_norm import batch_norm
+from powerclip.ranks import ALONE, Ranks
+from powerclip.train.accumulate import backward
+from powerclip.train.data import make_loader
+from powerclip.train.distributed import join, joined
+from powerclip.train.loop import share_terms, train, train_step
+from powerclip.train.recipe import Recipe
+from powerclip.train.sharding import clip_gradients, whole
+from powerclip.train.state import TrainState, start
+
+# A grid of 4 × 4, so that there is something to choose from.
+TOWERS = (
+    "model.config.vision_cfg.image_size=32",
+    "model.config.vision_cfg.width=32",
+    "model.config.text_cfg.width=16",
+    "train.batch_size=8",
+    # Some gradients are zero but for rounding: Adam must not make an update of them.
+    "optim.eps=1e-3",
+)
+# Every objective, and every way in which PowerCLIP's can be contrasted.
+CASES: dict[str, Sequence[str]] = {
+    "clip": ("objective=clip",),
+    "clip_patch_dropout": ("objective=clip", "model.config.vision_cfg.patch_dropout=0.5"),
+    "flip": ("objective=flip",),
+    "a_clip": ("objective=a_clip", "objective_settings.hidden=32", "objective_settings.output=16"),
+    "e_clip": ("objective=e_clip", "objective_settings.embedding=true"),
+    "clip_pgs": ("objective=clip_pgs",),
+    "filip": ("objective=filip",),
+    "sparc": ("objective=sparc",),
+    "powerclip": (),
+    "powerclip_as_printed": ("alignment.preset=paper",),
+    "powerclip_by_autograd": ("alignment.preset=paper", "alignment.gradient=autograd"),
+    "powerclip_k": ("alignment.negatives=k", "alignment.k=3"),
+    "powerclip_k_triplet": ("alignment.negatives=k", "alignment.k=5", "alignment.loss=triplet"),
+    "powerclip_all_triplet": ("alignment.loss=triplet",),
+    "powerclip_exact": ("alignment.aggregation=exact",),
+    "powerclip_centred_images": ("alignment.centre=image",),
+    "powerclip_single_tokens": ("alignment.parse_trees=false",),
+}
+SHARDED_RUN = ("train.sharding=full", "evaluation.scenes=true")
+PATIENCE = 200  # seconds
+
+
+def spawn_ranks(count: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """What `work(folder, *arguments)` returns on each of `count` ranks that torchrun would have started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["powerclip.train.loop", "powerclip.encoders.models", "torch.utils.tensorboard"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = [
+        context.Process(target=_be_a_rank, args=(rank, count, port, work, folder, arguments)) for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(PATIENCE)
+    hung = [process for process in ranks if process.is_alive()]
+    for process in hung:
+        process.kill()
+    answers = []
+    for rank in range(count):
+        complaint = folder / f"error-{rank}.txt"
+        assert not complaint.exists(), f"rank {rank}: {complaint.read_text()}"
+    assert not hung, "ranks wait for each other"
+    for rank in range(count):
+        answers.append(torch.load(folder / f"answer-{rank}.pt", weights_only=False))
+    return answers
+
+
+def _be_a_rank(
+    rank: int, count: int, port: int, work: Callable[..., Any], folder: Path, arguments: Sequence[Any]
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.set_num_threads(1)
+    own = folder / f"rank-{rank}"
+    own.mkdir()
+    try:
+        torch.save(work(own, *arguments), folder / f"answer-{rank}.pt")
+    except BaseException:
+        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+def look(folder: Path, ranks: Ranks, overrides: Sequence[str]) -> dict[str, Tensor]:
+    """Loss, logged parts, gradients and their norm at the second step of a run, as all ranks see them."""
+    recipe = tiny(folder, *TOWERS, *overrides)
+    state = start(recipe, ranks)
+    one, other = batches(state, recipe)
+    train_step(state, one, recipe)
+    terms = share_terms(backward(state, other, recipe), ranks)
+    found = {"loss": terms.total.detach(), **{f"logged {name}": part for name, part in terms.parts.items()}}
+    found |= {f"gradient of {name}": whole(p.grad).clone() for name, p in trained(state) if p.grad is not None}
+    buffers = {**dict(state.objective.named_buffers()), **dict(state.objective.named_parameters())}
+    found |= {name: value.detach().clone() for name, value in buffers.items() if "running" in name or "teacher" in name}
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    return {**found, "norm": clip_gradients(parameters, 0.1), "clipped norm": clip_gradients(parameters, None)}
+
+
+_MADE: dict[Ranks, list[Batch]] = {}
+
+
+def batches(state: TrainState, recipe: Recipe) -> list[Batch]:
+    """The first two of a run; all cases have the same."""
+    if state.ranks not in _MADE:
+        loader = make_loader(recipe, state.encoder, ranks=state.ranks)
+        _MADE[state.ranks] = [loader.batch(0), loader.batch(1)]
+    return _MADE[state.ranks]
+
+
+def trained(state: TrainState) -> list[tuple[str, Any]]:
+    return [*state.encoder.named_parameters(), *state.objective.named_parameters("objective")]
+
+
+def look_at_cases(folder: Path, cases: Sequence[str], *overrides: str) -> dict[str, dict[str, Tensor]]:
+    with joined("cpu") as ranks:
+        return {case: look(folder, ranks, [*CASES[case], *overrides]) for case in cases}
+
+
+def run_whole(folder: Path, output: Path, stop: int | None, *overrides: str, resume: bool = False) -> dict[str, float]:
+    """Train into `output`, perhaps only up to a step, and give the scores."""
+
+    def on_step(state: TrainState) -> None:
+        if state.step == stop:
+            raise KeyboardInterrupt
+
+    try:
+        result = train(tiny(folder, *overrides), output, quiet=True, resume=resume, on_step=on_step)
+    except KeyboardInterrupt:
+        return {}
+    return dict(result.results.scores)
+
+
+def run_in_two_goes(folder: Path, output: Path, *overrides: str) -> None:
+    with joined("cpu"):
+        run_whole(folder, output, 7, *overrides)
+        run_whole(folder, output, None, *overrides, resume=True)
+
+
+def messages(folder: Path, values: Tensor) -> dict[str, Tensor]:
+    """What each message gives this rank of `values` [n, c, D], and the gradient of its own row of them."""
+    with joined("cpu") as ranks:
+        found: dict[str, Tensor] = {}
+        for name in ("gather", "sum", "mean", "logsumexp"):
+            own = values[ranks.rank].clone().requires_grad_()
+            result = getattr(ranks, name)(own)
+            (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
+            found[name], found[f"gradient of {name}"] = result.detach(), own.grad
+        found["max"] = ranks.max(values[ranks.rank])
+        found["exchange"] = ranks.exchange(values[ranks.rank].repeat(ranks.count, 1))
+        found["truth"] = ranks.gather(values[ranks.rank] > 0)
+        norm = torch.nn.BatchNorm1d(values.shape[-1])
+        own = values[ranks.rank].clone().requires_grad_()
+        normal = batch_norm(norm, own, ranks)
+        normal.square().mul(torch.arange(values.shape[-1])).sum().backward()
+        found |= {"normal": normal.detach(), "gradient of normal": own.grad}
+        return found | {"running mean": norm.running_mean, "running variance": norm.running_var}
+
+
+def disagree(folder: Path) -> str:
+    """The second rank cannot do what both are asked to."""
+
+    def act() -> None:
+        if ranks.rank == 1:
+            raise UserError("the shard is gone")
+
+    try:
+        with joined("cpu") as ranks:
+            ranks.together(act)
+    except UserError as error:
+        return f"said: {error}"
+    except SystemExit as left:
+        return f"left with {left.code}"
+    return "went on"
+
+
+def lose_one(folder: Path) -> str:
+    """The second rank leaves while the first waits for it."""
+    if os.environ["RANK"] == "1":
+        with joined("cpu") as ranks:
+            ranks.numbers(0)
+        return "left"
+    try:
+        with joined("cpu") as ranks:
+            ranks.numbers(0)
+            ranks.numbers(1)
+    except UserError as error:
+        return str(error)
+    return "was answered"
+
+
+def embed(folder: Path, images: Tensor, tokens: Tensor) -> list[Tensor]:
+    """What a shared encoder gives for five pictures and captions."""
+    encoder: DualEncoder = start(tiny(folder, *TOWERS)).encoder.eval()
+    with joined("cpu") as ranks, torch.inference_mode():
+        shared = spread_encoder(encoder, ranks)
+        return [
+            shared.encode_image(images),
+            *shared.encode_patches(images),
+            shared.encode_text(tokens),
+            *shared.encode_words(tokens),
+        ]
+
+
+def everything(folder: Path, output: Path, cases: Sequence[str], sharded: Sequence[str]) -> dict[str, Any]:
+    """All that two ranks are asked for, in one go: the first connection of a process is the slow part."""
+    with joined("cpu"):
+        return {
+            "cases": look_at_cases(folder, cases),
+            "in parts": look_at_cases(folder, cases, "train.accumulate=2"),
+            "sharded": look_at_cases(folder, sharded, "train.sharding=full"),
+            "sharded, in parts": look_at_cases(folder, sharded, "train.sharding=full", "train.accumulate=2"),
+            "scores": run_whole(folder, output / "whole", None, "evaluation.scenes=true"),
+            "stopped": run_whole(folder, output / "stopped", 7),
+            "two goes": run_in_two_goes(folder, output / "two goes"),
+            "sharded run": run_whole(folder, output / "sharded", 7, "train.sharding=full"),
+            "sharded scores": run_whole(folder, output / "short", None, "train.steps=3", *SHARDED_RUN),
+        }
+
+
+class OneOfOne(Ranks):
+    """A rank that sends its messages although it is alone: one GPU is enough to send them over nccl."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+
+def look_over(folder: Path, device: str, cases: Sequence[str], *overrides: str) -> dict[str, dict[str, Tensor]]:
+    """The cases on a device, through messages of a group of one."""
+    ranks = OneOfOne()
+    join(ranks, gpu=device == "cuda")
+    settings = (f"train.device={device}", "train.precision=float32", "train.compile=never", *overrides)
+    return {case: look(folder, ranks, [*CASES[case], *settings]) for case in cases}
+
+
+def alone(folder: Path, case: str, *overrides: str) -> dict[str, Tensor]:
+    """The same with one process."""
+    return look(folder, ALONE, [*CASES[case], *overrides])

@@ -1,0 +1,396 @@
+"""Training on several ranks, real processes over gloo: loss, gradients, runs and checkpoints are those of one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_workers import (
+    CASES,
+    TOWERS,
+    alone,
+    disagree,
+    embed,
+    everything,
+    look_at_cases,
+    look_over,
+    lose_one,
+    messages,
+    spawn_ranks,
+)
+from tiny_run import same_weights, tiny, weights, write_tiny
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import powerclip
+from powerclip.cli import FIRST_RANK_SPEAKS, fail
+from powerclip.data.corpus import read_corpus
+from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.errors import UserError
+from powerclip.objectives import encode
+from powerclip.objectives.plan import Draws, Plan
+from powerclip.ranks import ALONE, Ranks
+from powerclip.train import checkpoint
+from powerclip.train.accumulate import backward
+from powerclip.train.data import make_loader
+from powerclip.train.loop import train
+from powerclip.train.metrics import read_metrics
+from powerclip.train.state import choose_device, start
+from powerclip.train.towers import make_plan
+
+# One with a scale of its own, one with a teacher and heads, one that decides over the whole batch.
+SHARDED = ("powerclip", "a_clip", "clip_pgs")
+# Every objective once, and both ways to reduce a column: a sum over ranks, and the hardest of all.
+FOUR = (
+    "clip",
+    "flip",
+    "a_clip",
+    "e_clip",
+    "clip_pgs",
+    "filip",
+    "sparc",
+    "powerclip",
+    "powerclip_as_printed",
+    "powerclip_k",
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What one process finds for a case."""
+    folder = tmp_path_factory.mktemp("one")
+    return functools.cache(lambda case: alone(folder, case))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return spawn_ranks(2, everything, folder / "ranks", folder, tuple(CASES), SHARDED), folder
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return spawn_ranks(4, look_at_cases, tmp_path_factory.mktemp("four"), FOUR)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal to rounding: a gradient's errors are measured by the largest of all gradients."""
+    assert found.keys() == expected.keys()
+    largest = max(value.abs().max() for name, value in expected.items() if name.startswith("gradient"))
+    for name, value in expected.items():
+        scale = largest if name.startswith("gradient") else 1.0
+        torch.testing.assert_close(
+            found[name] / scale, value / scale, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_the_loss_and_the_gradients_of_one(two_ranks, one, case):
+    for answer in two_ranks[0]:
+        assert_same(answer["cases"][case], one(case))
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_give_the_loss_and_the_gradients_of_one(four_ranks, one, case):
+    for answer in four_ranks:
+        assert_same(answer[case], one(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_in_parts_gives_the_loss_and_the_gradients_of_the_whole(tmp_path, one, case):
+    assert_same(alone(tmp_path, case, "train.accumulate=4"), one(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_on_two_ranks_give_the_loss_and_the_gradients_of_the_whole(two_ranks, one, case):
+    for answer in two_ranks[0]:
+        assert_same(answer["in parts"][case], one(case))
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_towers_give_the_loss_and_the_gradients_of_whole_ones(two_ranks, one, case):
+    for way in ("sharded", "sharded, in parts"):
+        assert_same(two_ranks[0][0][way][case], one(case))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_messages_of_one_rank_to_itself_change_nothing(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("nccl needs a GPU")
+    cases = SHARDED if device == "cpu" else tuple(CASES)
+    for number, overrides in enumerate([(), ("train.accumulate=2",), ("train.sharding=full",)]):
+        (found,) = spawn_ranks(1, look_over, tmp_path / f"{number}", device, cases, *overrides)
+        for case in cases:
+            settings = (f"train.device={device}", "train.precision=float32", "train.compile=never")
+            expected = alone(tmp_path, case, *settings)
+            assert_same({k: v.cpu() for k, v in found[case].items()}, {k: v.cpu() for k, v in expected.items()})
+
+
+@pytest.mark.parametrize("case", ["powerclip", "a_clip"])
+def test_activations_that_are_computed_again_change_nothing(tmp_path, one, case):
+    state = start(tiny(tmp_path, *TOWERS, *CASES[case], "train.checkpoint_activations=true"))
+    assert state.encoder.clip.visual.transformer.grad_checkpointing
+    assert_same(alone(tmp_path, case, "train.checkpoint_activations=true"), one(case))
+
+
+@pytest.mark.parametrize("case", ["clip", "a_clip", "clip_pgs"])
+def test_plans_and_towers_compile_as_one_graph_each(tmp_path, case):
+    recipe = tiny(tmp_path, *TOWERS, *CASES[case])
+    state = start(recipe)
+    batch = make_loader(recipe, state.encoder).batch(0)
+    noise = state.objective.draw(state.encoder, len(batch), Draws(state.device))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled_plan, compiled_encode = (
+        torch.compile(function, backend=counter, fullgraph=True, dynamic=False) for function in (make_plan, encode)
+    )
+    plan = Plan() if noise is None else compiled_plan(state.objective, state.encoder, batch.images, noise, ALONE)
+    found = compiled_encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
+    expected = encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
+    torch.testing.assert_close(found.image, expected.image, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == (1 if noise is None else 2)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory) -> tuple[Path, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("whole")
+    result = train(tiny(folder, "evaluation.scenes=true"), folder / "run", quiet=True)
+    return folder / "run", dict(result.results.scores)
+
+
+def assert_near(one: Path, other: Path) -> None:
+    """The same weights but for rounding, which Adam's first steps can blow up to the size of an update."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)
+
+
+def test_a_run_on_two_ranks_logs_and_scores_what_a_run_on_one_does(two_ranks, whole_run):
+    (first, second), folder = two_ranks
+    run, scores = whole_run
+    rows, expected = (list(read_metrics(path / "metrics.jsonl")) for path in (folder / "whole", run))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        for name in ("loss", "clip", "alignment", "violation", "empty", "grad_norm", "batch/nodes", "batch/tokens"):
+            if name in wanted:
+                assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-4), name
+    assert_near(folder / "whole", run)
+    assert first["scores"] == pytest.approx(scores, abs=0.02)
+    assert first["scores"] == second["scores"]
+
+
+def test_a_run_on_two_ranks_that_is_stopped_ends_bit_equal_to_one_that_is_not(two_ranks):
+    folder = two_ranks[1]
+    assert same_weights(folder / "two goes", folder / "whole")
+
+
+@pytest.mark.parametrize("name", ["stopped", "sharded"])
+def test_a_run_on_two_ranks_continues_on_one(tmp_path, two_ranks, whole_run, name):
+    # Sharded or not, the checkpoint holds whole weights and moments.
+    shutil.copytree(two_ranks[1] / name, tmp_path / name)
+    saved = checkpoint.read(checkpoint.checkpoints(tmp_path / name / "checkpoints")[-1])
+    assert saved["step"] == 5
+    assert len(saved["random"]) == 2
+    train(tiny(tmp_path), tmp_path / name, quiet=True, resume=True)
+    assert_near(tmp_path / name, whole_run[0])
+
+
+def test_a_sharded_run_is_saved_and_scored_whole(tmp_path, two_ranks):
+    (first, second), folder = two_ranks
+    result = train(tiny(tmp_path, "train.steps=3", "evaluation.scenes=true"), tmp_path / "run", quiet=True)
+    assert_near(folder / "short", tmp_path / "run")
+    assert first["sharded scores"] == second["sharded scores"] == pytest.approx(result.results.scores, abs=0.02)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"batch_size is 4, which 3 ranks × train.accumulate 2 .* multiple of 6"):
+        start(tiny(tmp_path, "train.accumulate=2"), Ranks(0, 3))
+    with pytest.raises(UserError, match=r"train\.accumulate must be at least 1"):
+        tiny(tmp_path, "train.accumulate=0")
+
+
+def test_one_gpu_is_not_enough_for_several_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto", Ranks(1, 2, 1)) == torch.device("cuda:1")
+    with pytest.raises(UserError, match="cuda:1 is one GPU, and there are 2 ranks"):
+        choose_device("cuda:1", Ranks(0, 2))
+    with pytest.raises(UserError, match=r"more processes on this machine than it has GPUs \(2\)"):
+        choose_device("cuda", Ranks(2, 3, 2))
+
+
+@pytest.mark.parametrize("case", ["clip", "powerclip"])
+def test_parts_with_short_captions_only_are_not_padded_to_the_longest(tmp_path, mini_corpus, case):
+    corpus = read_corpus(sorted(mini_corpus.glob("train-*.tar")), 32, None)
+    loader = CorpusLoader(
+        corpus,
+        image_size=(32, 32),
+        grid=(4, 4),
+        batch_size=8,
+        regions=3,
+        length_multiple=1,
+        sort=True,
+        tokenizer=CaptionTokenizer(context_length=40),
+    )
+    batch = next(batch for batch in map(loader.batch, range(20)) if batch.short < batch.tokens.shape[1])
+    recipe = tiny(tmp_path, *TOWERS, *CASES[case], "train.accumulate=4")
+    whole = replace(recipe, train=replace(recipe.train, accumulate=1))
+    found, seen = [], []
+    for some, given in ((whole, replace(batch, short=0)), (recipe, batch)):
+        state = start(some)
+        tower = state.encoder.clip.transformer
+        tower.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+        terms = backward(state, given, some)
+        found.append([terms.total, *(p.grad for _, p in state.encoder.named_parameters())])
+    longest = batch.tokens.shape[1]
+    assert seen == [longest, *2 * [*3 * [batch.short], longest]]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["scenes", "corpus"])
+def test_the_shares_of_all_ranks_are_the_batch_of_one(tmp_path, mini_corpus, source):
+    if source == "scenes":
+        recipe = tiny(tmp_path)
+        encoder = start(recipe).encoder
+        whole, *shares = (
+            make_loader(recipe, encoder, ranks=ranks) for ranks in (Ranks(), *(Ranks(r, 2) for r in (0, 1)))
+        )
+    else:
+        corpus = read_corpus(sorted(mini_corpus.glob("train-*.tar")), 16, None)
+        whole, *shares = (
+            CorpusLoader(corpus, image_size=(16, 16), grid=(2, 2), batch_size=4, rank=rank, world_size=count)
+            for rank, count in ((0, 1), (0, 2), (1, 2))
+        )
+    for step in (0, 3):
+        batch, parts = whole.batch(step), [share.batch(step) for share in shares]
+        assert batch.keys == [key for part in parts for key in part.keys]
+        assert torch.equal(batch.regions, torch.cat([part.regions for part in parts]))
+        torch.testing.assert_close(batch.images, torch.cat([part.images for part in parts]))
+        nodes = torch.cat([part.phrases.node_offsets.diff() for part in parts])
+        assert torch.equal(batch.phrases.node_offsets.diff(), nodes)
+        for part, rows in zip(parts, batch.tokens.split(2), strict=True):
+            assert torch.equal(part.tokens, rows[:, : part.tokens.shape[1]])
+
+
+def test_an_image_draws_the_same_numbers_on_any_number_of_ranks():
+    def draw(rank: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return Draws(torch.device("cpu"), generator, Ranks(rank, count))(12 // count, 2, 5)
+
+    for count in (2, 3):
+        assert torch.equal(torch.cat([draw(rank, count) for rank in range(count)]), draw(0, 1))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_and_their_gradients_are_those_of_the_tensors_they_stand_for(tmp_path):
+    values = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
+    answers = spawn_ranks(3, messages, tmp_path, values)
+    whole = values.clone().requires_grad_()
+    results = {
+        "gather": whole.flatten(0, 1),
+        "sum": whole.sum(0),
+        "mean": whole.mean(0),
+        "logsumexp": whole.logsumexp(0),
+    }
+    for name, result in results.items():
+        weight = torch.arange(1.0, 1 + result.numel()).view_as(result)
+        # All three ranks use what they share.
+        (gradient,) = torch.autograd.grad(3 * (result * weight).sum(), whole)
+        for rank, answer in enumerate(answers):
+            torch.testing.assert_close(answer[name], result.detach())
+            torch.testing.assert_close(answer[f"gradient of {name}"], gradient[rank])
+    norm = torch.nn.BatchNorm1d(2)
+    normal = norm(whole.flatten(0, 1))
+    (gradient,) = torch.autograd.grad(normal.square().mul(torch.arange(2)).sum(), whole)
+    for rank, answer in enumerate(answers):
+        assert torch.equal(answer["max"], values.amax(0))
+        assert torch.equal(answer["truth"], values.flatten(0, 1) > 0)
+        assert torch.equal(answer["exchange"], values)
+        torch.testing.assert_close(answer["normal"], normal.detach().view_as(values)[rank])
+        torch.testing.assert_close(answer["gradient of normal"], gradient[rank], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(answer["running mean"], norm.running_mean)
+        torch.testing.assert_close(answer["running variance"], norm.running_var)
+
+
+def test_a_shared_encoder_embeds_what_the_encoder_does(tmp_path):
+    recipe = tiny(tmp_path, *TOWERS, "train.batch_size=5")
+    state = start(recipe)
+    batch = make_loader(recipe, state.encoder).batch(0)
+    encoder = state.encoder.eval()
+    with torch.inference_mode():
+        expected = [
+            encoder.encode_image(batch.images),
+            *encoder.encode_patches(batch.images),
+            encoder.encode_text(batch.tokens),
+            *encoder.encode_words(batch.tokens),
+        ]
+    for answer in spawn_ranks(2, embed, tmp_path / "ranks", batch.images, batch.tokens):
+        for found, wanted in zip(answer, expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+# ---- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_the_first_says_it(tmp_path):
+    assert spawn_ranks(3, disagree, tmp_path) == ["said: rank 1: the shard is gone", "left with 0", "left with 0"]
+
+
+def test_a_rank_that_leaves_does_not_keep_the_others_waiting(tmp_path):
+    first, second = spawn_ranks(2, lose_one, tmp_path)
+    assert "lost contact" in first
+    assert second == "left"
+
+
+def test_an_error_that_strikes_all_ranks_is_said_by_the_first_and_one_that_does_not_by_its_own(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr("powerclip.cli.time.sleep", waited.append)
+    for rank, said in ((0, "powerclip: error: no shard"), (3, "powerclip: error: rank 3: no shard")):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            fail("no shard")
+        assert capsys.readouterr().err.strip() == said
+    # Time enough for torchrun to end the third rank, had the first one failed.
+    assert waited == [FIRST_RANK_SPEAKS]
+
+
+def test_torchrun_trains_and_one_rank_prints(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "powerclip", "train"]
+    recipe = ["--recipe", str(write_tiny(tmp_path)), "--output", str(tmp_path / "run"), "train.steps=2"]
+    done = subprocess.run(
+        [*launcher, *recipe],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(powerclip.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2/2") == 1
+    assert (tmp_path / "run" / "results.json").is_file()

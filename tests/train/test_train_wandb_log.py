@@ -1,0 +1,68 @@
+"""Weights & Biases: asked for, it gets every row under one identity; absent, it is said before anything runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+
+import pytest
+from tiny_run import tiny
+
+from powerclip.errors import UserError
+from powerclip.train.loop import train
+from powerclip.train.signals import Stopped
+
+
+class FakeRun:
+    def __init__(self, **options):
+        self.options, self.rows, self.finished = options, [], False
+
+    def log(self, values, step):
+        self.rows.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    """The runs that a module in place of wandb was asked to make."""
+    runs: list[FakeRun] = []
+
+    def init(**options):
+        runs.append(FakeRun(**options))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return runs
+
+
+def test_every_row_goes_to_the_project_and_a_resumed_run_keeps_its_identity(tmp_path, wandb):
+    def stop(state):
+        if state.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    recipe = tiny(tmp_path, "train.wandb=trees")
+    with pytest.raises(Stopped):
+        train(recipe, tmp_path / "run", quiet=True, on_step=stop)
+    train(recipe, tmp_path / "run", quiet=True, resume=True)
+    first, second = wandb
+    assert first.options["project"] == "trees"
+    assert first.options["name"] == "run"
+    assert first.options["config"]["optim"]["lr"] == 1e-3
+    assert first.options["id"] == second.options["id"]
+    assert [step for step, _ in first.rows] == [1, 2, 4, 6]
+    assert [step for step, _ in second.rows] == [8, 10, 12]
+    assert "loss" in second.rows[-1][1]
+    assert first.finished
+    assert second.finished
+    train(recipe, tmp_path / "run", quiet=True, overwrite=True)
+    assert wandb[2].options["id"] != first.options["id"]
+
+
+def test_a_recipe_that_asks_for_it_without_the_package_fails_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"train\.wandb: .* not installed; pip install 'powerclip\[wandb\]'"):
+        train(tiny(tmp_path, "train.wandb=trees"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
