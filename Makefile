@@ -26,7 +26,7 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint ## lint, types and tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(READY) ## let ruff format and fix
 	$(BIN)/ruff format .

@@ -60,11 +60,9 @@ class Row:
     pictures: str
     loader: str
     samples_per_second: list[float]
-    relative: float = 0.0  # to open_clip's, medians
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples_per_second)
+    cpu_ms: list[float]  # of all processes together, a sample
+    relative: float = 0.0  # samples/s to open_clip's, medians
+    relative_cpu: float = 0.0  # the same from CPU time: what busy cores leave of it
 
 
 def main() -> None:
@@ -81,6 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.samples, arguments.rounds, arguments.batch, arguments.only = 16, 1, 4, KINDS[:1]
+    made = origin()
     torch.set_num_threads(1)  # the workers have the cores
     rows: list[Row] = []
     memory: list[dict[str, float]] = []
@@ -91,7 +90,7 @@ def main() -> None:
             rows = [row for kind, path in paths.items() for row in compare(kind, path, arguments)]
         if arguments.memory or arguments.tiny:
             memory = watch_memory(paths[arguments.only[0]], arguments)
-    write(rows, memory, arguments)
+    write(rows, memory, made, arguments)
 
 
 # ---- shards to read --------------------------------------------------------------------------------------------------
@@ -254,7 +253,9 @@ def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]
     tars = list(folder.glob("*.tar"))
     pictures = sum(len(make_index(path)) for path in tars)
     kind += f", {sum(path.stat().st_size for path in tars) / pictures / 1000:.0f} kB"
-    batches = 1 + -(-arguments.samples // arguments.batch)
+    count = -(-arguments.samples // arguments.batch)
+    # One before the clock starts, and as many behind as workers make ahead: they never run out of work.
+    batches = 1 + count + 2 * arguments.workers
 
     def ours(trees: bool, segments: bool) -> Callable[[], Iterable[object]]:
         return lambda: our_loader(folder, arguments, trees, segments).stream(0, batches)
@@ -268,24 +269,43 @@ def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]
             0, batches
         ),
     }
-    rows = [Row(kind, name, []) for name in loaders]
+    rows = [Row(kind, name, [], []) for name in loaders]
     for _ in range(arguments.rounds):
         for row, begin in zip(rows, loaders.values(), strict=True):
-            rate = samples_per_second(begin(), batches, arguments.batch)
-            row.samples_per_second.append(rate)
-            print(f"{row.pictures:20} {row.loader:38} {rate:8.0f} samples/s", flush=True)
+            seconds, cpu = timed(iter(begin()), count)
+            row.samples_per_second.append(count * arguments.batch / seconds)
+            row.cpu_ms.append(1000 * cpu / count / arguments.batch)
+            print(
+                f"{row.pictures:20} {row.loader:38} {row.samples_per_second[-1]:8.0f} samples/s"
+                f" {row.cpu_ms[-1]:8.2f} ms CPU",
+                flush=True,
+            )
     for row in rows:
-        row.relative = row.median / rows[0].median
+        median = statistics.median
+        row.relative = median(row.samples_per_second) / median(rows[0].samples_per_second)
+        row.relative_cpu = median(rows[0].cpu_ms) / median(row.cpu_ms)
     return rows
 
 
-def samples_per_second(batches: Iterable[object], count: int, size: int) -> float:
-    """From the first batch on: starting processes and filling buffers is over."""
-    source = iter(batches)
-    next(source)
-    began = time.perf_counter()
-    seen = sum(1 for _, _ in zip(range(count - 1), source, strict=False))
-    return seen * size / (time.perf_counter() - began)
+def timed(batches: Iterator[object], count: int) -> tuple[float, float]:
+    """Seconds that `count` batches take, and CPU seconds of this process and its workers meanwhile.
+
+    From the first batch on: starting processes and filling buffers is over.
+    """
+    next(batches)
+    began, cpu = time.perf_counter(), cpu_seconds()
+    for _ in range(count):
+        next(batches)
+    return time.perf_counter() - began, cpu_seconds() - cpu
+
+
+def cpu_seconds() -> float:
+    own = os.times()
+    found = own.user + own.system
+    for child in children():
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def watch_memory(folder: Path, arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -308,16 +328,17 @@ def children() -> list[int]:
     return [child.pid for child in multiprocessing.active_children() if child.pid]
 
 
-def write(rows: list[Row], memory: list[dict[str, float]], arguments: argparse.Namespace) -> None:
-    made = origin()
-    heads = ["pictures", "loader", "samples/s", "rounds", "× open_clip"]
+def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str], arguments: argparse.Namespace) -> None:
+    heads = ["pictures", "loader", "samples/s", "rounds", "× open_clip", "CPU ms a sample", "× open_clip"]
     table = [
         [
             row.pictures,
             row.loader,
-            f"{row.median:,.0f}",
+            f"{statistics.median(row.samples_per_second):,.0f}",
             " ".join(f"{rate:,.0f}" for rate in row.samples_per_second),
             f"{row.relative:.2f}",
+            f"{statistics.median(row.cpu_ms):.2f}",
+            f"{row.relative_cpu:.2f}",
         ]
         for row in rows
     ]

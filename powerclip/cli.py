@@ -64,6 +64,14 @@ def later_rank() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
+def check_one_process(command: str) -> None:
+    """UserError when torchrun started several processes for a command that is for one."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"powerclip {command} is for one process; torchrun starts powerclip train and powerclip evaluate"
+        )
+
+
 @contextmanager
 def interruptible(advice: str) -> Iterator[None]:
     """Turn Ctrl-C, or a run that a scheduler stopped, into a line that says how to go on, and an exit code for it."""
@@ -184,6 +192,7 @@ def compare(
     A study file names a recipe and what each setting changes in it; recipes can be compared directly, the first is the
     baseline. Runs that are finished are kept: the same command goes on where it stopped.
     """
+    check_one_process("compare")
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     overrides = [argument for argument in arguments if argument not in files]
     chosen = parse_seeds(seed_list) if seed_list is not None else list(range(seeds))
@@ -220,6 +229,7 @@ def quickstart(
 
     About five minutes on two CPU cores. Prints a table and writes report.html with curves and heatmaps.
     """
+    check_one_process("quickstart")
     with interruptible("start again with the same command"):
         from powerclip.analysis.quickstart import run
 

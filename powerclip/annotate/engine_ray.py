@@ -23,14 +23,14 @@ _OBJECT_STORE = 80 * 2**20
 
 
 def run_ray(
-    shards: Sequence[str], job: Job, workers: int, stop: Stop, on_samples: OnSamples, address: str | None = None
+    shards: Sequence[str], job: Job, workers: int | None, stop: Stop, on_samples: OnSamples, address: str | None = None
 ) -> Iterator[Outcome]:
     """The outcomes of the shards, as they are finished; how far a shard is, is not reported.
 
     Args:
         shards: tars, under names that hold on every machine.
         job: what to do.
-        workers: actors.
+        workers: actors; None for as many as the cluster has room for.
         stop: asks to begin no further shard.
         on_samples: is told of the samples of each finished shard.
         address: of the cluster (`auto`, `ray://head:10001`); None starts one on this machine.
@@ -38,9 +38,9 @@ def run_ray(
     Raises:
         UserError: Ray is not installed, or the cluster does not answer.
     """
-    ray = connect(address, workers)
+    ray = connect(address, workers or job.default_workers())
     try:
-        yield from spread(ray, shards, job, min(workers, len(shards)), stop, on_samples)
+        yield from spread(ray, shards, job, min(workers or _slots(ray, job), len(shards)), stop, on_samples)
     finally:
         ray.shutdown()
 
@@ -51,6 +51,9 @@ class ShardActor:
     def __init__(self, job: Job):
         self._job = job
         self._annotator: Any = None
+
+    def ready(self) -> None:
+        """Answer: this actor has found its place."""
 
     def annotate(self, shard: str) -> Outcome:
         """Bring the sidecar of a shard up to date."""
@@ -84,28 +87,43 @@ def spread(
     """The outcomes of the shards from a cluster that is connected."""
     resources = {"num_cpus": 1, "num_gpus": 1} if _wants_gpu(ray, job) else {"num_cpus": 1}
     remote = ray.remote(**resources)(ShardActor)
-    idle = [remote.remote(job) for _ in range(workers)]
-    waiting, deaths = deque(shards), Counter[str]()
+    waiting, deaths, stillborn = deque(shards), Counter[str](), 0
+    idle: list[Any] = []  # actors
     working: dict[Any, tuple[Any, str]] = {}  # promised outcome → actor and shard
+    starting: dict[Any, Any] = {}  # promised start → actor; one may have to wait for its resources
     while True:  # actors end when nothing refers to them any more
+        while len(idle) + len(working) + len(starting) < workers:
+            actor = remote.remote(job)
+            starting[actor.ready.remote()] = actor
         while idle and waiting and not stop:
             actor, shard = idle.pop(), waiting.popleft()
             working[actor.annotate.remote(shard)] = actor, shard
-        if not working:
+        if not working and (stop or not waiting):
             return
-        finished, _ = ray.wait(list(working), num_returns=1, timeout=0.5)
+        finished, _ = ray.wait([*working, *starting], num_returns=1, timeout=0.5)
         for promise in finished:
+            if promise in starting:
+                actor = starting.pop(promise)
+                try:
+                    ray.get(promise)
+                except ray.exceptions.RayError as error:
+                    stillborn += 1
+                    if stillborn >= ATTEMPTS:
+                        reason = str(error).strip().splitlines()[-1]
+                        raise UserError(f"no worker starts on the Ray cluster: {reason}") from None
+                else:
+                    stillborn = 0
+                    idle.append(actor)
+                continue
             actor, shard = working.pop(promise)
             try:
                 outcome = ray.get(promise)
             except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, UserError):
-                    raise UserError(str(cause)) from None
+                if isinstance(error.cause, UserError):
+                    raise UserError(str(error.cause)) from None
                 raise
             except ray.exceptions.RayError:  # the actor, its machine, or its memory
                 deaths[shard] += 1
-                idle.append(remote.remote(job))
                 if deaths[shard] >= ATTEMPTS:
                     yield Outcome(shard, State.FAILED, reason="every actor that tried it died")
                 elif not stop:
@@ -114,6 +132,11 @@ def spread(
             idle.append(actor)
             on_samples(shard, outcome.samples if outcome.state is not State.DONE else 0, outcome.samples)
             yield outcome
+
+
+def _slots(ray: Any, job: Job) -> int:
+    """How many actors the cluster has room for."""
+    return max(1, int(ray.cluster_resources().get("GPU" if _wants_gpu(ray, job) else "CPU", 0)))
 
 
 def _wants_gpu(ray: Any, job: Job) -> bool:

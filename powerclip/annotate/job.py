@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from powerclip.annotate.pipeline import RegionAnnotator, ShardAnnotator, TreeAnnotator
+from powerclip.annotate.pipeline import ShardAnnotator
+from powerclip.annotate.regions import RegionAnnotator
+from powerclip.annotate.trees import TreeAnnotator
 from powerclip.data.sidecar import Kind
 from powerclip.errors import UserError, nearest
 
@@ -35,7 +37,8 @@ class Job:
         threads = max(1, (os.cpu_count() or 1) // workers)
         import torch
 
-        torch.set_num_threads(threads)
+        if "OMP_NUM_THREADS" not in os.environ:  # who sets it means it
+            torch.set_num_threads(threads)
         device = self._device(worker)
         if self.kind == "trees":
             from powerclip.annotate.parsers import load_parser

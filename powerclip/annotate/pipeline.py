@@ -9,42 +9,26 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from powerclip.annotate.parsers import Parsed, Parser
-from powerclip.annotate.pictures import decode_picture
-from powerclip.annotate.segmenters.base import Masks, Picture, Segmenter
 from powerclip.annotate.shards import fingerprint, local_copy
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
-from powerclip.data.captions import content_hash, read_captions
-from powerclip.data.mask_codec import pack_mask
 from powerclip.data.sidecar import (
     Annotator,
     Kind,
-    Miss,
     RegionSidecar,
     SidecarError,
     SidecarInfo,
     TreeSidecar,
     read_info,
-    read_regions,
-    read_trees,
     sidecar_path,
 )
 from powerclip.data.tar_index import TarIndex, make_index
 from powerclip.errors import UserError
-
-NOT_READABLE = "picture not readable"
-NO_REGION = "no region found"
-FAILED = "failed"
 
 Report = Callable[[int, int], None]  # samples that are done since the last call, and samples of the shard
 
@@ -179,140 +163,6 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
         unchanged = kept == len(index) == (len(old) if old is not None else -1)
         state = State.NEW if reason is None else State.DONE if unchanged else State.REDONE
         return Outcome(shard, state, len(index), kept, items, made.fallbacks, reason, made.damage, size)
-
-
-class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
-    """Gives every caption its tree."""
-
-    kind = "trees"
-    batch = 512
-
-    def __init__(self, parser: Parser, sidecars: Path | None = None):
-        super().__init__(Annotator(parser.name, parser.version), sidecars)
-        self._parser = parser
-
-    def read_old(self, path: Path) -> TreeSidecar:
-        """The trees that are there."""
-        return read_trees(path)
-
-    def new_rows(self) -> TreeRows:
-        """No rows yet."""
-        return TreeRows()
-
-    def add(self, rows: TreeRows, tar: int, index: TarIndex, numbers: Sequence[int], old: TreeSidecar | None) -> int:
-        """Parse the captions of some samples, but for those whose trees are known."""
-        captions = [sample_captions(tar, index, number) for number in numbers]
-        known: dict[tuple[int, str], Parsed] = {}
-        if old is not None:
-            for number, listed in zip(numbers, captions, strict=True):
-                for caption in listed:
-                    spans = old.spans(index.keys[number], caption)
-                    if not isinstance(spans, Miss):
-                        reason = old.fallback(index.keys[number], caption)
-                        known[number, caption] = Parsed(spans, reason)  # type: ignore[arg-type]
-        wanted = [
-            (number, caption)
-            for number, listed in zip(numbers, captions, strict=True)
-            for caption in listed
-            if (number, caption) not in known
-        ]
-        parsed = self._parser.parse([caption for _, caption in wanted])
-        found = known | dict(zip(wanted, parsed, strict=True))
-        for number, listed in zip(numbers, captions, strict=True):
-            rows.key.append(index.keys[number])
-            rows.caption.append([content_hash(caption) for caption in listed])
-            rows.spans.append([found[number, caption].spans for caption in listed])
-            rows.fallback.append([found[number, caption].fallback for caption in listed])
-        if old is None:
-            return 0
-        fresh = zip(rows.key[-len(numbers) :], rows.caption[-len(numbers) :], strict=True)
-        return sum(key in old and old.hashes(key) == hashes for key, hashes in fresh)
-
-    def summarise(self, rows: TreeRows) -> tuple[int, int, Counter[str]]:
-        """Captions, their phrases, and flat trees by reason."""
-        fallbacks = Counter(reason for sample in rows.fallback for reason in sample if reason is not None)
-        phrases = sum(len(caption) for sample in rows.spans for caption in sample)
-        return sum(map(len, rows.caption)), phrases, fallbacks
-
-
-class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
-    """Gives every picture its masks."""
-
-    kind = "regions"
-
-    def __init__(self, segmenter: Segmenter, sidecars: Path | None = None, batch: int = 8, threads: int = 1):
-        super().__init__(Annotator(segmenter.name, segmenter.version, segmenter.options), sidecars)
-        self.batch = batch
-        self._segmenter, self._pool = segmenter, ThreadPoolExecutor(threads)
-
-    def read_old(self, path: Path) -> RegionSidecar:
-        """The masks that are there."""
-        return read_regions(path)
-
-    def new_rows(self) -> RegionRows:
-        """No rows yet."""
-        return RegionRows()
-
-    def add(
-        self, rows: RegionRows, tar: int, index: TarIndex, numbers: Sequence[int], old: RegionSidecar | None
-    ) -> int:
-        """Segment some pictures, but for those whose masks are known."""
-        files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.picture, numbers)]
-        keys = [index.keys[number] for number in numbers]
-        found: dict[int, tuple[list[bytes], str | None]] = {}
-        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
-            packed = Miss.NO_ROW if old is None else old.packed(key, data)
-            if not isinstance(packed, Miss) and old is not None:
-                found[at] = packed, old.fallback(key)
-        kept = len(found)
-        pictures = []
-        for at, pixels in self._decoded([at for at in range(len(files)) if at not in found], files):
-            if pixels is None:
-                found[at] = [], NOT_READABLE
-            else:
-                pictures.append((at, Picture(keys[at], pixels)))
-        masks = self._segment([picture for _, picture in pictures])
-        for (at, _), one in zip(pictures, masks, strict=True):
-            if one is None or not len(one):
-                found[at] = [], FAILED if one is None else NO_REGION
-            else:
-                found[at] = [pack_mask(mask) for mask in one], None
-        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
-            rows.key.append(key)
-            rows.picture.append(content_hash(data))
-            rows.masks.append(found[at][0])
-            rows.fallback.append(found[at][1])
-        return kept
-
-    def _decoded(
-        self, wanted: Sequence[int], files: Sequence[bytes]
-    ) -> Iterator[tuple[int, npt.NDArray[np.uint8] | None]]:
-        return zip(wanted, self._pool.map(lambda at: decode_picture(files[at]), wanted), strict=True)
-
-    def _segment(self, pictures: Sequence[Picture]) -> list[Masks | None]:
-        """The masks of pictures; None for one that the segmenter fails on, unless it fails on all of several."""
-        try:
-            return [*self._segmenter.segment(pictures)]
-        except Exception:
-            if len(pictures) == 1:
-                return [None]
-            alone = [one for picture in pictures for one in self._segment([picture])]
-            if all(one is None for one in alone):
-                raise
-            return alone
-
-    def summarise(self, rows: RegionRows) -> tuple[int, int, Counter[str]]:
-        """Masks, nothing, and pictures without masks by reason."""
-        return sum(map(len, rows.masks)), 0, Counter(reason for reason in rows.fallback if reason is not None)
-
-
-def sample_captions(tar: int, index: TarIndex, number: int) -> list[str]:
-    """The captions of a sample: those of its first file that has any."""
-    for extent, suffix in index.caption_files(number):
-        captions = read_captions(os.pread(tar, extent.size, extent.offset), suffix)
-        if captions:
-            return captions
-    return []
 
 
 def _done(shard: str, info: SidecarInfo, path: Path) -> Outcome:

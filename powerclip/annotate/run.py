@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import Outcome, State
@@ -18,7 +17,6 @@ from powerclip.annotate.writer import sweep
 from powerclip.data.sidecar import sidecar_path
 from powerclip.errors import UserError, nearest
 
-Engine = Literal["local", "ray"]
 ENGINES = ["local", "ray"]
 
 
@@ -121,14 +119,13 @@ def _outcomes(
     stop: Stop,
     progress: Progress,
 ) -> Iterator[Outcome]:
-    count = workers or job.default_workers()
     if engine == "ray":
         from powerclip.annotate.engine_ray import run_ray
 
-        return run_ray(shards, job, count, stop, progress.samples, address)
+        return run_ray(shards, job, workers, stop, progress.samples, address)
     from powerclip.annotate.engine_local import run_local
 
-    return run_local(shards, job, count, stop, progress.samples)
+    return run_local(shards, job, workers or job.default_workers(), stop, progress.samples)
 
 
 def _make(folder: Path) -> None:

@@ -42,7 +42,7 @@ class Batch:
     def token_groups(self) -> Tensor | tuple[Tensor, Tensor]:
         """The tokens as the text tower reads them: in two groups where that saves padding, else [C, L].
 
-        One caption in a hundred is three times as long as the others; with it in one group, all are padded to its length.
+        One caption in a hundred is three times as long as the others; with it in one group all are padded like it.
         """
         if not 0 < self.short < self.tokens.shape[1]:
             return self.tokens

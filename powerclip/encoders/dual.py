@@ -74,8 +74,7 @@ class DualEncoder(nn.Module):
     ) -> Features:
         """All features of images [C, 3, H, W] and tokens [C, L], L at most `context_length`.
 
-        Tokens in several groups of rows, each with its own L, give the same features as one group padded to the longest.
-
+        Tokens in several groups of rows, each with its own L, give the features of one group padded to the longest.
         Without `dense` there are no patches and no words, and what only they need is not computed.
         Without a selector, a model configured with patch dropout drops patches at random while it trains.
         """

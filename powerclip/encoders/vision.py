@@ -49,19 +49,17 @@ def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
     if tuple(images.shape[-2:]) != tuple(visual.image_size):
         found, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {found} pixels, the model reads {expected}: set the data's image size to match")
-    patches = embed_patches(visual.conv1, images)
+    patches = as_product(visual.conv1, images) if images.is_cuda else visual.conv1(images).flatten(2).transpose(1, 2)
     position = visual.positional_embedding.to(patches.dtype)
     first = visual.class_embedding.to(patches.dtype).expand(patches.shape[0], 1, -1) + position[:1]
     return first, patches + position[1:]
 
 
-def embed_patches(convolution: Any, images: Tensor) -> Tensor:
+def as_product(convolution: Any, images: Tensor) -> Tensor:
     """The patch embedding's convolution as the matrix product that it is [C, N, D].
 
     cuDNN has no fast kernel for a stride as long as the window: on an H200 it took 7 of 167 ms of a ViT-B/16's step.
     """
-    if not images.is_cuda:
-        return convolution(images).flatten(2).transpose(1, 2)
     count, channels, height, width = images.shape
     rows, columns = convolution.kernel_size
     pixels = images.reshape(count, channels, height // rows, rows, width // columns, columns)

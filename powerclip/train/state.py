@@ -78,6 +78,10 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
     device = choose_device(settings.device, ranks)
+    # cuDNN's attention may give NaN gradients in bf16 on Hopper from torch 2.11 on (pytorch issue 196678): with a mask,
+    # as the text tower has one, at some lengths, when the logits are low. One of 22 runs on an H200 ended in NaN, and
+    # this is the only cause that we know of.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     random.seed(settings.seed)
     torch.manual_seed(settings.seed)
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()

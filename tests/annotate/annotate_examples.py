@@ -19,7 +19,8 @@ from PIL import Image
 from powerclip.alignment.trees import Span
 from powerclip.annotate.job import Job
 from powerclip.annotate.parsers import Parsed
-from powerclip.annotate.pipeline import ShardAnnotator, TreeAnnotator
+from powerclip.annotate.pipeline import ShardAnnotator
+from powerclip.annotate.trees import TreeAnnotator
 
 LONG = "far too long"  # what TestParser gives up on
 

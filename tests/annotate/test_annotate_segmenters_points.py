@@ -72,9 +72,9 @@ def test_each_part_of_a_picture_is_found_once_wherever_it_lies_in_the_models_squ
 
 def test_pictures_of_a_batch_do_not_mix_and_batches_of_points_change_nothing():
     pictures = [picture(64, 64), picture(32, 64), picture(64, 20)]
-    alone = [Boxes(at_once=1000).segment([one])[0] for one in pictures]
+    alone = [Boxes(at_once=1000, points=4).segment([one])[0] for one in pictures]
     for at_once in (1, 10, 1000):
-        segmenter = Boxes(at_once=at_once)
+        segmenter = Boxes(at_once=at_once, points=4)
         for one, other in zip(segmenter.segment(pictures), alone, strict=True):
             np.testing.assert_array_equal(one, other)
     assert segmenter.calls == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -200,3 +200,29 @@ def test_whole_pictures_are_squashed_as_pillow_does_it():
     picture = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
     expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
     assert (squash(pixels[None], (16, 24))[0] - expected).abs().max() < 1.5
+
+
+def test_sorting_puts_the_same_pairs_in_the_order_of_their_captions_lengths(corpus, tokenizer):
+    plain, ordered = (
+        loader(corpus, tokenizer, batch_size=10, length_multiple=4, sort=s).batch(0) for s in (False, True)
+    )
+    lengths = ordered.tokens.argmax(1) + 1
+    assert lengths.tolist() == sorted(lengths.tolist())
+    assert plain.short == 0
+    assert plain.token_groups is plain.tokens
+    places = [plain.keys.index(key) for key in ordered.keys]
+    for name in ("images", "tokens", "regions"):
+        assert torch.equal(getattr(ordered, name), getattr(plain, name)[places])
+    nodes = plain.phrases.node_offsets.diff()
+    assert torch.equal(ordered.phrases.node_offsets.diff(), nodes[places])
+
+
+def test_only_the_longest_eighth_of_the_captions_is_padded_to_the_longest():
+    tokens = torch.zeros(16, 24, dtype=torch.long)
+    nothing = torch.zeros(16, 0)
+    batch = Batch(nothing, tokens, nothing, None, [], short=8)
+    short, long = batch.token_groups
+    assert short.shape == (14, 8)
+    assert long.shape == (2, 24)
+    assert batch.padded_length == 10
+    assert replace(batch, short=24).token_groups is tokens

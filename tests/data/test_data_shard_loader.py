@@ -518,3 +518,13 @@ def test_real_shards_are_read_without_a_fault(tmp_path, real_data):
     batch = made.batch(100)
     assert len(set(batch.keys)) == 32
     assert batch.counts == {}
+
+
+def test_sorting_puts_the_same_samples_in_the_order_of_their_captions_lengths(shards):
+    plain, ordered = (loader(shards, batch_size=16, trees=True, sort=sort).batch(0) for sort in (False, True))
+    lengths = (ordered.tokens.argmax(1) + 1).tolist()
+    assert lengths == sorted(lengths)
+    assert ordered.short >= lengths[13]
+    places = [plain.keys.index(key) for key in ordered.keys]
+    assert torch.equal(ordered.images, plain.images[places])
+    assert torch.equal(ordered.regions, plain.regions[places])

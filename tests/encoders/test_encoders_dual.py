@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny_towers import VARIANTS, captions, tiny_config
 
 from powerclip.encoders import DualEncoder, Features, build
+from powerclip.encoders.vision import as_product
 from powerclip.errors import UserError
 
 
@@ -135,3 +136,35 @@ def test_the_forward_pass_compiles_to_one_graph(images, tokens):
 def test_reading_the_types_does_not_wait_for_open_clip():
     check = "import sys; from powerclip.encoders import DualEncoder, Features; sys.exit('open_clip' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_dense_features_the_global_ones_are_the_same(variant, images, tokens):
+    model = encoder(variant)
+    whole, bare = model(images, tokens), model(images, tokens, dense=False)
+    torch.testing.assert_close(bare.image, whole.image)
+    torch.testing.assert_close(bare.text, whole.text)
+    assert bare.patches.shape == (3, 0, model.embed_dim)
+    assert bare.words.shape == (3, 0, model.embed_dim)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_captions_in_groups_of_their_own_lengths_have_the_features_of_one_group(images, tokens, dense):
+    model = encoder()
+    tokens = tokens[tokens.argmax(1).argsort()][:, :20]
+    shorter = int(tokens[:2].argmax(1).max()) + 1
+    whole = model(images, tokens, dense=dense)
+    grouped = model(images, (tokens[:2, :shorter], tokens[2:]), dense=dense)
+    torch.testing.assert_close(grouped.text, whole.text)
+    assert grouped.words.shape == whole.words.shape
+    if dense:
+        torch.testing.assert_close(grouped.words[:2, :shorter], whole.words[:2, :shorter])
+        torch.testing.assert_close(grouped.words[2], whole.words[2])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_patch_embedding_is_a_matrix_product(bias):
+    convolution = torch.nn.Conv2d(3, 8, (4, 6), (4, 6), bias=bias)
+    images = torch.randn(2, 3, 12, 18)
+    expected = convolution(images).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(as_product(convolution, images), expected)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import powerclip
-from powerclip.cli import FIRST_RANK_SPEAKS, fail
+from powerclip.cli import FIRST_RANK_SPEAKS, app, fail
 from powerclip.data.corpus import read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.tokens import CaptionTokenizer
@@ -378,6 +378,13 @@ def test_an_error_that_strikes_all_ranks_is_said_by_the_first_and_one_that_does_
         assert capsys.readouterr().err.strip() == said
     # Time enough for torchrun to end the third rank, had the first one failed.
     assert waited == [FIRST_RANK_SPEAKS]
+
+
+@pytest.mark.parametrize("command", ["compare", "quickstart"])
+def test_commands_for_one_process_say_so_under_torchrun(monkeypatch, command):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=f"powerclip {command} is for one process"):
+        app([command, *(["quickstart/clip"] if command == "compare" else [])], standalone_mode=False)
 
 
 def test_torchrun_trains_and_one_rank_prints(tmp_path):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from powerclip.data.mask_codec import GRID
+from powerclip.errors import UserError
 
 Masks = npt.NDArray[np.bool_]  # [masks, GRID, GRID]
 
@@ -37,3 +40,12 @@ class Segmenter(Protocol):
 def no_masks() -> Masks:
     """A picture without regions."""
     return np.zeros((0, GRID, GRID), np.bool_)
+
+
+def file_identity(path: Path) -> str:
+    """A few digits of a file's SHA-256, which tell one set of weights from another."""
+    try:
+        with open(path, "rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except FileNotFoundError:
+        raise UserError(f"no weights file {path}") from None

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from powerclip.annotate.segmenters.base import Masks, Picture, no_masks
-from powerclip.annotate.segmenters.mobile_sam import file_identity
+from powerclip.annotate.segmenters.base import Masks, Picture, file_identity, no_masks
 from powerclip.data.mask_codec import to_grid
 from powerclip.errors import UserError
 

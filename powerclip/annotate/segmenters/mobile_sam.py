@@ -6,7 +6,6 @@ the network is defined here; `--weights` names the file, from https://github.com
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powerclip.annotate.segmenters.base import Picture
+from powerclip.annotate.segmenters.base import Picture, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.annotate.segmenters.sam_decoder import MaskDecoder, PointEncoder
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
@@ -124,12 +123,3 @@ def load_network(weights: Path) -> MobileSamNetwork:
     network.eval().requires_grad_(False)
     network.image_encoder.fuse()
     return network
-
-
-def file_identity(path: Path) -> str:
-    """A few digits of a file's SHA-256, which tell one set of weights from another."""
-    try:
-        with open(path, "rb") as file:
-            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except FileNotFoundError:
-        raise UserError(f"no weights file {path}") from None

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powerclip.annotate.segmenters.base import Picture
-from powerclip.annotate.segmenters.mobile_sam import file_identity
+from powerclip.annotate.segmenters.base import Picture, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.errors import UserError
 

@@ -1,0 +1,78 @@
+"""The trees of a shard: its captions through a parser."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from powerclip.annotate.parsers import Parsed, Parser
+from powerclip.annotate.pipeline import ShardAnnotator
+from powerclip.annotate.writer import TreeRows
+from powerclip.data.captions import content_hash, read_captions
+from powerclip.data.sidecar import Annotator, Miss, TreeSidecar, read_trees
+from powerclip.data.tar_index import TarIndex
+
+
+class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
+    """Gives every caption its tree."""
+
+    kind = "trees"
+    batch = 512
+
+    def __init__(self, parser: Parser, sidecars: Path | None = None):
+        super().__init__(Annotator(parser.name, parser.version), sidecars)
+        self._parser = parser
+
+    def read_old(self, path: Path) -> TreeSidecar:
+        """The trees that are there."""
+        return read_trees(path)
+
+    def new_rows(self) -> TreeRows:
+        """No rows yet."""
+        return TreeRows()
+
+    def add(self, rows: TreeRows, tar: int, index: TarIndex, numbers: Sequence[int], old: TreeSidecar | None) -> int:
+        """Parse the captions of some samples, but for those whose trees are known."""
+        captions = [sample_captions(tar, index, number) for number in numbers]
+        known: dict[tuple[int, str], Parsed] = {}
+        if old is not None:
+            for number, listed in zip(numbers, captions, strict=True):
+                for caption in listed:
+                    spans = old.spans(index.keys[number], caption)
+                    if not isinstance(spans, Miss):
+                        reason = old.fallback(index.keys[number], caption)
+                        known[number, caption] = Parsed(spans, reason)  # type: ignore[arg-type]
+        wanted = [
+            (number, caption)
+            for number, listed in zip(numbers, captions, strict=True)
+            for caption in listed
+            if (number, caption) not in known
+        ]
+        parsed = self._parser.parse([caption for _, caption in wanted])
+        found = known | dict(zip(wanted, parsed, strict=True))
+        for number, listed in zip(numbers, captions, strict=True):
+            rows.key.append(index.keys[number])
+            rows.caption.append([content_hash(caption) for caption in listed])
+            rows.spans.append([found[number, caption].spans for caption in listed])
+            rows.fallback.append([found[number, caption].fallback for caption in listed])
+        if old is None:
+            return 0
+        fresh = zip(rows.key[-len(numbers) :], rows.caption[-len(numbers) :], strict=True)
+        return sum(key in old and old.hashes(key) == hashes for key, hashes in fresh)
+
+    def summarise(self, rows: TreeRows) -> tuple[int, int, Counter[str]]:
+        """Captions, their phrases, and flat trees by reason."""
+        fallbacks = Counter(reason for sample in rows.fallback for reason in sample if reason is not None)
+        phrases = sum(len(caption) for sample in rows.spans for caption in sample)
+        return sum(map(len, rows.caption)), phrases, fallbacks
+
+
+def sample_captions(tar: int, index: TarIndex, number: int) -> list[str]:
+    """The captions of a sample: those of its first file that has any."""
+    for extent, suffix in index.caption_files(number):
+        captions = read_captions(os.pread(tar, extent.size, extent.offset), suffix)
+        if captions:
+            return captions
+    return []
