@@ -11,6 +11,7 @@ table, beside what the paper's Table 13 says of an epoch.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -59,8 +60,10 @@ def main() -> None:
         if batch is None:
             encoder, recipe = methods[name].state.encoder, methods[name].recipe
             batch = make_loader(recipe, encoder, compiled=not arguments.tiny).batch(0).to(device)
+        began = time.perf_counter()
         for _ in range(2):  # the first step compiles, the second finds out whether once was enough
             methods[name].step(batch)
+        print(f"{name:10} ready after {time.perf_counter() - began:.0f} s", flush=True)
     assert batch is not None
     take_turns(
         methods,
