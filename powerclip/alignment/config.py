@@ -42,11 +42,18 @@ class AlignmentConfig:
 
     # How pairs are contrasted
     loss: Literal["triplet", "softmax"] = "softmax"
-    negatives: Literal["hardest", "k", "all"] = "all"
+    # semi_hard: the hardest that scores below the matched pair; the hardest of all where there is none
+    negatives: Literal["hardest", "semi_hard", "k", "all"] = "all"
     k: int = 32  # how many, when negatives is "k"
+    anneal: bool = False  # k falls over the run instead, by the same factor each step, from all negatives to 1
     gamma: float = 0.2  # margin of the triplet loss
     scale: float = 14.3  # the softmax's scale at the start (1/0.07, as CLIP's); learned
     weight: float = 0.5  # λ, the weight beside the CLIP loss
+    ramp: float = 0.0  # share of the run over which the weight rises from 0; 0: it is there from the first step
+
+    # Whose features are aligned, and which of them learn from it
+    trains: Literal["both", "image", "text"] = "both"  # the towers that the alignment's gradient goes to
+    projection: Literal["shared", "separate"] = "shared"  # separate: patches and words have matrices of their own
 
     # Table 6: what happens without …
     region_sets: bool = True  # false: single regions instead of sets
@@ -74,7 +81,9 @@ class AlignmentConfig:
             "t1": ("softplus", "relu", "gelu", "swish"),
             "t2": ("tanh", "sigmoid", "softsign"),
             "loss": ("triplet", "softmax"),
-            "negatives": ("hardest", "k", "all"),
+            "negatives": ("hardest", "semi_hard", "k", "all"),
+            "trains": ("both", "image", "text"),
+            "projection": ("shared", "separate"),
             "gradient": ("select", "autograd"),
             "backend": ("auto", "reference", "torch", "triton"),
         }
@@ -82,8 +91,9 @@ class AlignmentConfig:
             value, allowed = getattr(self, field.name), choices.get(field.name)
             if allowed and value not in allowed:
                 raise ValueError(f"alignment.{field.name}: {value!r} is not one of {', '.join(allowed)}")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alignment.alpha must lie in [0, 1], not {self.alpha}")
+        for name in ("alpha", "ramp"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"alignment.{name} must lie in [0, 1], not {getattr(self, name)}")
         for name in ("tau", "scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"alignment.{name} must be positive, not {getattr(self, name)}")
@@ -92,6 +102,8 @@ class AlignmentConfig:
                 raise ValueError(f"alignment.{name} must not be negative, not {getattr(self, name)}")
         if self.k < 1:
             raise ValueError(f"alignment.k must be at least 1, not {self.k}")
+        if self.anneal and self.negatives != "k":
+            raise ValueError(f"alignment.anneal needs negatives: k, which is what it lowers, not {self.negatives}")
         if self.largest_set < 0:
             raise ValueError(f"alignment.largest_set must not be negative, not {self.largest_set}")
         if not (self.r2t or self.t2r):

@@ -37,6 +37,34 @@ def hardest(scores: Tensor, k: int) -> Tensor:
     return index + (index >= torch.arange(size, device=scores.device).unsqueeze(-1))
 
 
+def semi_hard(scores: Tensor, positive: Tensor, matched: Tensor) -> Tensor:
+    """Columns [R, 1] of each row's hardest negative that scores below its positive [R]; of its hardest where none does.
+
+    `matched` [R, Q] says which of the scores [R, Q] are no negatives.
+    """
+    others = scores.masked_fill(matched, -torch.inf)
+    below = others.masked_fill(others >= positive.unsqueeze(-1), -torch.inf)
+    some = below.amax(-1, keepdim=True) > -torch.inf
+    return torch.where(some, below, others).argmax(-1, keepdim=True)
+
+
+def negative_count(config: AlignmentConfig, total: int, k: int | None = None) -> int:
+    """How many negatives of each pair of a batch of `total` count; `k` is this step's where it is not the config's."""
+    if config.negatives in ("hardest", "semi_hard"):
+        return 1
+    return total - 1 if config.negatives == "all" else min(config.k if k is None else k, total - 1)
+
+
+def annealed_count(total: int, elapsed: float) -> int:
+    """k when a share of the run is done: (C−1)^(1−elapsed), from all negatives of a batch of C pairs to one."""
+    return max(1, round((total - 1) ** (1 - elapsed)))
+
+
+def counts_nearly_all(config: AlignmentConfig, k: int, total: int) -> bool:
+    """Whether an annealed k is so high that (2k+1)·C chosen pairs cost more, in memory first, than all C²."""
+    return config.anneal and k > total // 32
+
+
 def contrast(positive: Tensor, row: Tensor, column: Tensor, config: AlignmentConfig, scale: Tensor | float) -> Tensor:
     """The loss of the positives [C] against the negatives of their rows and of their columns, both [C, k].
 

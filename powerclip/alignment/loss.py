@@ -2,7 +2,7 @@
 
 `select` scores all pairs without a graph, finds the pairs that carry a gradient — the diagonal and each row's and
 column's hardest — and differentiates only those: (2k+1)·C pairs instead of C². `autograd` differentiates everything
-and is its reference; so does `select` where a kernel makes that the cheaper way. Values and gradients are the same.
+and is its reference; so does `select` where that is the cheaper way. Values and gradients are the same.
 `spread.py` has the form for a batch on several ranks.
 
 Axes: C pairs of the batch · k negatives of each
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.contrast import contrast, hardest, off_diagonal
+from powerclip.alignment.contrast import contrast, counts_nearly_all, hardest, negative_count, off_diagonal, semi_hard
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.kernels.hardest import hardest_pairs
 from powerclip.alignment.score import differentiates_all, pair_similarities, score_all, score_block, score_pairs
@@ -37,20 +37,27 @@ class Alignment:
 
 
 def alignment_loss(
-    parts: Parts, config: AlignmentConfig, scale: Tensor | float | None = None, ranks: Ranks = ALONE
+    parts: Parts,
+    config: AlignmentConfig,
+    scale: Tensor | float | None = None,
+    ranks: Ranks = ALONE,
+    k: int | None = None,
 ) -> Alignment:
     """The loss between C images' regions and C captions' nodes; image i and caption i match.
 
-    `scale` is the softmax's, `config.scale` unless a learned one is given. Where the batch is spread over `ranks`, each
-    has the parts of its own pairs and gets a loss whose mean over ranks is that of the whole batch.
+    `scale` is the softmax's, `config.scale` unless a learned one is given; `k` is how many negatives count at this
+    step, `config.k` unless it is annealed. Where the batch is spread over `ranks`, each has the parts of its own pairs
+    and gets a loss whose mean over ranks is that of the whole batch.
     """
     regions, segments = parts.regions, parts.segments
     count = len(regions)
     if count * ranks.count < 2 or count != len(segments):
         raise ValueError(f"need as many images as captions and at least 2 pairs, not {count} and {len(segments)}")
     scale = config.scale if scale is None else scale
-    contrasted = _contrast(parts, config, scale) if ranks.alone else spread_contrast(parts, config, scale, ranks)
-    loss, positive, worst = contrasted
+    if ranks.alone:
+        loss, positive, worst = _contrast(parts, config, scale, k)
+    else:
+        loss, positive, worst = spread_contrast(parts, config, scale, ranks, k)
     with torch.no_grad():
         own = torch.arange(count, device=regions.device)
         q, real = pair_similarities(regions, parts.nodes, segments, own, own)
@@ -64,25 +71,48 @@ def alignment_loss(
         )
 
 
-def _contrast(parts: Parts, config: AlignmentConfig, scale: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+def _contrast(
+    parts: Parts, config: AlignmentConfig, scale: Tensor | float, k: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the scores [C] of the matched pairs and of each image's hardest negative."""
     regions, nodes, segments = parts.regions, parts.nodes, parts.segments
-    count, k = len(regions), 1 if config.negatives == "hardest" else config.k
+    count = len(regions)
+    k = negative_count(config, count, k)
+    worst: Tensor | None = None
+    whole = differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, count)
     if config.negatives == "all":
         scores = score_all(regions, nodes, segments, config)
         positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
-    elif differentiates_all(regions, nodes, config):
+    elif whole:
         scores = score_all(regions, nodes, segments, config)
         positive = scores.diagonal()
-        row, column = scores.gather(1, hardest(scores, k)), scores.T.gather(1, hardest(scores.T, k))
+        if config.negatives == "semi_hard":
+            hard_captions, hard_images, worst = _semi_hard_pairs(scores)
+        else:
+            hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)
+        row, column = scores.gather(1, hard_captions), scores.T.gather(1, hard_images)
     else:
         with torch.no_grad():
-            score = functools.partial(score_block, regions, nodes, segments, config)
-            hard_captions, hard_images = hardest_pairs(score, count, k)  # [C, k] each
+            if config.negatives == "semi_hard":
+                scores = score_all(regions, nodes, segments, config)
+                hard_captions, hard_images, worst = _semi_hard_pairs(scores)
+            else:
+                score = functools.partial(score_block, regions, nodes, segments, config)
+                hard_captions, hard_images = hardest_pairs(score, count, k)  # [C, k] each
         own = torch.arange(count, device=regions.device)
         image = torch.cat([own, own.repeat_interleave(hard_captions.shape[1]), hard_images.flatten()])
         caption = torch.cat([own, hard_captions.flatten(), own.repeat_interleave(hard_images.shape[1])])
         chosen = score_pairs(regions, nodes, segments, image, caption, config)
         positive, row, column = chosen.split([count, hard_captions.numel(), hard_images.numel()])
         row, column = row.view_as(hard_captions), column.view_as(hard_images)
-    return contrast(positive, row, column, config, scale), positive.detach(), row.detach().amax(-1)
+    worst = row.detach().amax(-1) if worst is None else worst
+    return contrast(positive, row, column, config, scale), positive.detach(), worst
+
+
+@torch.no_grad()
+def _semi_hard_pairs(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Semi-hard captions and images [C, 1] of the scores [C, C], and each image's hardest negative's score [C]."""
+    matched = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    positive = scores.diagonal()
+    captions, images = semi_hard(scores, positive, matched), semi_hard(scores.T, positive, matched)
+    return captions, images, off_diagonal(scores).amax(-1)

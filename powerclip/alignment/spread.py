@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.contrast import contrast
+from powerclip.alignment.contrast import contrast, counts_nearly_all, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import differentiates_all, score_all, score_pairs
@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 2**24
 
 
 def spread_contrast(
-    parts: Parts, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks
+    parts: Parts, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks, k: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of the loss, and the scores [c] of its matched pairs and of each image's hardest negative."""
     nodes, segments = gather_nodes(parts, ranks)
@@ -34,7 +34,8 @@ def spread_contrast(
     if config.negatives == "all":
         scores = score_all(parts.regions, nodes, segments, config)  # [c, C]
         return _against_all(scores, own + ranks.rows(len(own)).start, config, scale, ranks)
-    return _against_hardest(Parts(parts.regions, nodes, segments), own, config, scale, ranks)
+    k = negative_count(config, len(segments), k)
+    return _against_hardest(Parts(parts.regions, nodes, segments), own, config, scale, ranks, k)
 
 
 def gather_nodes(parts: Parts, ranks: Ranks) -> tuple[Tensor, Segments]:
@@ -66,17 +67,21 @@ def _against_all(
 
 
 def _against_hardest(
-    parts: Parts, own: Tensor, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks
+    parts: Parts, own: Tensor, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`parts` are this rank's regions and the nodes of all captions, `own` numbers [c] this rank's images."""
     regions, nodes, segments = parts.regions, parts.nodes, parts.segments
     count, total = len(own), len(segments)
     first = ranks.rows(count).start
-    k = 1 if config.negatives == "hardest" else min(config.k, total - 1)
-    whole = differentiates_all(regions, nodes, config)
+    worst: Tensor | None = None
+    whole = differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, total)
     scores = score_all(regions, nodes, segments, config) if whole else None
     with torch.no_grad():
-        hard_captions, hard_images = find_hardest(parts, config, k, ranks, scores)  # [c, k], [C, k]
+        if config.negatives == "semi_hard":
+            known = score_all(regions, nodes, segments, config) if scores is None else scores
+            hard_captions, hard_images, worst = find_semi_hard(known, own + first, ranks)
+        else:
+            hard_captions, hard_images = find_hardest(parts, config, k, ranks, scores)  # [c, k], [C, k]
         ours = hard_images // count == ranks.rank
     if scores is not None:
         # No list of the pairs that are ours: the GPU would be asked how long it is.
@@ -93,7 +98,8 @@ def _against_hardest(
         column = found.new_zeros(total, k).index_put((caption, place), found)
     # Each place of a caption's k hardest is filled by one rank: the sum over ranks has them all.
     column = ranks.sum(column)[ranks.rows(count)]
-    return contrast(positive, row, column, config, scale), positive.detach(), row.detach().amax(-1)
+    worst = row.detach().amax(-1) if worst is None else worst
+    return contrast(positive, row, column, config, scale), positive.detach(), worst
 
 
 def find_hardest(
@@ -123,6 +129,25 @@ def find_hardest(
     # Each rank compares, for its own captions, what all ranks have found.
     best, images = (ranks.exchange(found).transpose(0, 1).flatten(1) for found in (best, images))  # [c, n·k]
     return torch.cat(captions), ranks.gather(images.gather(1, best.topk(k).indices))
+
+
+def find_semi_hard(scores: Tensor, own: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """Semi-hard captions of each image here [c, 1], images of each caption anywhere [C, 1], hardest scores here [c].
+
+    `own` [c] are the columns of the matched pairs in the scores [c, C] of this rank's images with all captions.
+    """
+    count, total = scores.shape
+    positive = scores.gather(1, own.unsqueeze(-1)).squeeze(-1)
+    matched = own.unsqueeze(-1) == torch.arange(total, device=own.device)
+    captions = semi_hard(scores, positive, matched)
+    # A caption's images lie on all ranks: each names its best below the positive, and its best of all, [C, 2].
+    others = scores.masked_fill(matched, -torch.inf)
+    below = others.masked_fill(others >= ranks.gather(positive), -torch.inf)
+    values, places = torch.stack([below.T, others.T], 1).max(-1)
+    values, rank = ranks.exchange(values).max(0)  # [c, 2]
+    images = ranks.exchange(places + ranks.rows(count).start).gather(0, rank.unsqueeze(0)).squeeze(0)
+    image = torch.where(values[:, 0] > -torch.inf, images[:, 0], images[:, 1])
+    return captions, ranks.gather(image.unsqueeze(-1)), others.amax(-1)
 
 
 def _merge(

@@ -5,6 +5,8 @@
     L = L_CLIP + λ · L_align,   L_align = Φγ(S̄) + Φγ(S̄ᵀ) as printed, or a softmax over S̄
 
 The settings are those of `AlignmentConfig`; `preset: paper` is what the paper prints.
+
+Axes: C pairs of the batch · N patches · L tokens · D width
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.contrast import annealed_count
 from powerclip.alignment.embed import embed_parts
 from powerclip.alignment.loss import alignment_loss
 from powerclip.objectives.base import Objective, Terms
@@ -24,7 +27,7 @@ from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
-    from powerclip.encoders import Features
+    from powerclip.encoders import DualEncoder, Features
 
 
 class PowerClip(Objective):
@@ -36,15 +39,31 @@ class PowerClip(Objective):
         # The triplet loss has no scale to learn.
         learned = self.config.loss == "softmax"
         self.log_scale = nn.Parameter(torch.tensor(math.log(self.config.scale))) if learned else None
+        self.projections: nn.ParameterDict | None = None  # of patches and words, when they have their own
+        self.done = 0.0  # `elapsed` as the host knows it: nobody waits for the GPU to say how many negatives count
+
+    def attach(self, encoder: DualEncoder) -> None:
+        """Make the matrices [D, D] of `projection: separate`; they start as the identity, which changes nothing."""
+        if self.config.projection == "separate":
+            width = encoder.embed_dim
+            matrices = {side: nn.Parameter(torch.eye(width)) for side in ("patches", "words")}
+            self.projections = nn.ParameterDict(matrices)
+
+    def progress(self, step: int, steps: int) -> None:
+        """Note that `step` of `steps` updates are done."""
+        super().progress(step, steps)
+        self.done = step / steps
 
     def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
         """CLIP's loss plus the weighted alignment loss."""
         clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         # Arguments reach ±1e4 at τ = 0.001: bf16 would keep three digits of them.
         with torch.autocast(features.patches.device.type, enabled=False):
-            parts = embed_parts(features.patches, batch.regions, features.words, batch.phrases, self.config, ranks)
+            patches, words = self._aligned(features)
+            parts = embed_parts(patches, batch.regions, words, batch.phrases, self.config, ranks)
             scale = None if self.log_scale is None else self.log_scale.exp()
-            align = alignment_loss(parts, self.config, scale, ranks)
+            k = annealed_count(len(patches) * ranks.count, self.done) if self.config.anneal else None
+            align = alignment_loss(parts, self.config, scale, ranks, k)
         logged = {
             "clip": clip,
             "alignment": align.loss,
@@ -55,8 +74,25 @@ class PowerClip(Objective):
         }
         if self.log_scale is not None:
             logged["alignment_scale"] = self.log_scale.exp()
-        total = clip + self.config.weight * align.loss
+        weight: Tensor | float = self.config.weight
+        if self.config.ramp:
+            weight = logged["weight"] = self.config.weight * (self.elapsed / self.config.ramp).clamp(max=1)
+        if k is not None:
+            logged["k"] = torch.full((), float(k), device=clip.device)
+        total = clip + weight * align.loss
         return Terms(total, {name: value.detach() for name, value in logged.items()})
+
+    def _aligned(self, features: Features) -> tuple[Tensor, Tensor]:
+        """Patches [C, N, D] and words [C, L, D] as the alignment sees them: who learns from it, and in which space."""
+        patches, words = features.patches, features.words
+        if self.config.trains == "text":
+            patches = patches.detach()
+        if self.config.trains == "image":
+            words = words.detach()
+        if self.projections is not None:
+            patches = patches.float() @ self.projections["patches"]
+            words = words.float() @ self.projections["words"]
+        return patches, words
 
     def clamp(self) -> None:
         """Keep the softmax's scale at 100 or below, as CLIP keeps its own."""
