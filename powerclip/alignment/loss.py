@@ -79,11 +79,10 @@ def _contrast(
     count = len(regions)
     k = negative_count(config, count, k)
     worst: Tensor | None = None
-    whole = differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, count)
     if config.negatives == "all":
         scores = score_all(regions, nodes, segments, config)
         positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
-    elif whole:
+    elif differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, count):
         scores = score_all(regions, nodes, segments, config)
         positive = scores.diagonal()
         if config.negatives == "semi_hard":

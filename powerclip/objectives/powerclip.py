@@ -89,7 +89,9 @@ class PowerClip(Objective):
             patches = patches.detach()
         if self.config.trains == "image":
             words = words.detach()
-        if self.projections is not None:
+        if self.config.projection == "separate":
+            if self.projections is None:
+                raise ValueError("alignment.projection: separate needs attach(encoder), which makes the matrices")
             patches = patches.float() @ self.projections["patches"]
             words = words.float() @ self.projections["words"]
         return patches, words

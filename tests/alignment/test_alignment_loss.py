@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from alignment_examples import random_parts, random_segments, random_similarities, random_trees
 
 from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, embed_parts, random_boxes
-from powerclip.alignment.contrast import hardest, off_diagonal
+from powerclip.alignment.contrast import annealed_count, hardest, off_diagonal
 from powerclip.alignment.powerset import exact_r2t, exact_t2r, set_similarities
 from powerclip.alignment.ragged import Segments, segment_mean
 from powerclip.alignment.regions import subset_matrix
@@ -27,6 +27,8 @@ CONFIGS = {
     "single regions, exact": AlignmentConfig(region_sets=False, aggregation="exact", negatives="hardest"),
     "sets of at most 2": AlignmentConfig(largest_set=2, negatives="k", k=2),
     "sets of at most 2, empty": AlignmentConfig.named("paper", largest_set=2),
+    "semi-hard": AlignmentConfig(negatives="semi_hard"),
+    "semi-hard triplet": AlignmentConfig.named("paper", negatives="semi_hard"),
     "no R2T": AlignmentConfig(r2t=False, negatives="hardest"),
     "no T2R": AlignmentConfig(t2r=False, negatives="hardest"),
 }
@@ -80,6 +82,60 @@ def test_k_negatives_of_the_whole_batch_are_all_negatives():
         every = alignment_loss(parts, AlignmentConfig(loss=loss, negatives="all")).loss
         k = alignment_loss(parts, AlignmentConfig(loss=loss, negatives="k", k=99)).loss
         torch.testing.assert_close(every, k)
+
+
+@pytest.mark.parametrize("gradient", ["select", "autograd"])
+@pytest.mark.parametrize("loss", ["softmax", "triplet"])
+def test_a_semi_hard_negative_is_the_hardest_below_the_positive_or_else_the_hardest(loss, gradient):
+    parts = random_parts(6, 4, 8, seed=8)
+    config = AlignmentConfig(loss=loss, negatives="semi_hard", gradient=gradient)
+    scores = score_all(parts.regions, parts.nodes, parts.segments, config)
+    expected, alternatives = torch.zeros((), dtype=scores.dtype), set()
+    for matrix in (scores, scores.T):
+        for i in range(6):
+            others = [matrix[i, j] for j in range(6) if j != i]
+            below = [score for score in others if score < matrix[i, i]]
+            alternatives.add(bool(below))
+            gap = max(below or others) - matrix[i, i]
+            expected = expected + (F.softplus(7 * gap) / 12 if loss == "softmax" else F.relu(gap + config.gamma) / 6)
+    assert alternatives == {True, False}  # both halves of the rule are at work
+    found = alignment_loss(parts, config, scale=7.0)
+    torch.testing.assert_close(found.loss, expected)
+    for one, other in zip(
+        torch.autograd.grad(found.loss, [parts.regions, parts.nodes]),
+        torch.autograd.grad(expected, [parts.regions, parts.nodes]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_semi_hard_negatives_do_not_hide_violations():
+    parts = random_parts(8, 5, 16, seed=0)
+    hard, semi = (alignment_loss(parts, AlignmentConfig(negatives=n)) for n in ("hardest", "semi_hard"))
+    assert torch.equal(hard.violation, semi.violation)
+    torch.testing.assert_close(hard.negative, semi.negative)
+
+
+def test_annealed_negatives_fall_from_all_to_one_by_the_same_factor():
+    counts = [annealed_count(1025, step / 300) for step in range(300)]
+    assert counts[0] == 1024
+    assert counts[150] == 32
+    assert counts[-1] == 1
+    assert counts == sorted(counts, reverse=True)
+    assert annealed_count(2, 0.5) == 1
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 70])
+@pytest.mark.parametrize("loss", ["softmax", "triplet"])
+def test_an_annealed_step_is_that_of_its_k(loss, k):
+    # 70 pairs: the lowest k are selected, the others differentiated with all.
+    results = []
+    for settings, given in (({"anneal": True}, k), ({"k": k}, None)):
+        parts = random_parts(70, 3, 8, seed=9)
+        value = alignment_loss(parts, AlignmentConfig(loss=loss, negatives="k", **settings), k=given).loss
+        results.append([value, *torch.autograd.grad(value, [parts.regions, parts.nodes])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", ["paper", "default", "exact", "single regions"])
@@ -189,6 +245,11 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
         ({"t1": "gelu", "largest_set": 0, "empty_set": False}, "needs empty_set: true"),
         ({"t2": "sigmoid", "empty_set": False}, "needs empty_set: true"),
         ({"k": 0}, "alignment.k must be at least 1"),
+        ({"ramp": 1.5}, r"alignment.ramp must lie in \[0, 1\]"),
+        ({"trains": "neither"}, "alignment.trains"),
+        ({"projection": "own"}, "alignment.projection"),
+        ({"negatives": "hard"}, "semi_hard"),
+        ({"anneal": True}, "alignment.anneal needs negatives: k"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings, complaint):

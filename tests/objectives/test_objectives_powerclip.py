@@ -89,3 +89,80 @@ def test_a_weight_of_zero_leaves_clips_gradients():
         objective(encoder, batch).total.backward()
         gradients.append([p.grad for p in encoder.parameters() if p.grad is not None])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*gradients, strict=True))
+
+
+# ---- when, where and in which space it learns ------------------------------------------------------------------------
+
+
+def test_the_weight_rises_over_its_share_of_the_run_and_stays():
+    found, batch = features(6), tiny_batch(6)
+    full = PowerClip(AlignmentConfig(weight=0.8)).loss(found, batch)
+    objective = PowerClip(AlignmentConfig(weight=0.8, ramp=0.25))
+    for step, share in ((0, 0.0), (5, 0.2), (20, 0.8), (25, 1.0), (60, 1.0)):
+        objective.progress(step, 100)
+        terms = objective.loss(found, batch)
+        assert terms.parts["weight"].item() == pytest.approx(0.8 * share)
+        torch.testing.assert_close(terms.total, full.parts["clip"] + share * 0.8 * full.parts["alignment"])
+
+
+@pytest.mark.parametrize(("trains", "learns"), [("image", "patches"), ("text", "words")])
+def test_one_towers_dense_features_learn_as_they_do_with_both_and_the_others_do_not(trains, learns):
+    found, batch = features(6), tiny_batch(6)
+    both = PowerClip().loss(found, batch).total
+    one = PowerClip(AlignmentConfig(trains=trains)).loss(found, batch).total
+    assert torch.equal(one, both)
+    inputs = {"patches": found.patches, "words": found.words}
+    expected = dict(zip(inputs, torch.autograd.grad(both, list(inputs.values())), strict=True))
+    gradients = dict(zip(inputs, torch.autograd.grad(one, list(inputs.values()), allow_unused=True), strict=True))
+    torch.testing.assert_close(gradients.pop(learns), expected[learns])
+    assert list(gradients.values()) == [None]
+
+
+def test_separate_projections_start_as_shared_ones_and_are_matrices_of_patches_and_words():
+    encoder, batch = tiny_encoder(), tiny_batch(6)
+    shared, separate = PowerClip(), PowerClip(AlignmentConfig(projection="separate"))
+    separate.attach(encoder)
+    names = {name: tuple(p.shape) for name, p in separate.named_parameters()}
+    assert names == {"log_scale": (), "projections.patches": (32, 32), "projections.words": (32, 32)}
+    torch.testing.assert_close(separate(encoder, batch).total, shared(encoder, batch).total)
+    with torch.no_grad():
+        for matrix in separate.projections.values():
+            matrix.add_(0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+    found = separate.encode(encoder, batch.images, batch.tokens)
+    patches, words = (getattr(found, side) @ separate.projections[side] for side in ("patches", "words"))
+    parts = embed_parts(patches, batch.regions, words, batch.phrases, separate.config)
+    expected = alignment_loss(parts, separate.config, separate.log_scale.exp()).loss
+    terms = separate.loss(found, batch)
+    torch.testing.assert_close(terms.parts["alignment"], expected.detach())
+    torch.testing.assert_close(terms.parts["clip"], shared(encoder, batch).parts["clip"])
+    terms.total.backward()
+    assert all(p.grad.abs().sum() > 0 for p in separate.parameters())
+
+
+def test_separate_projections_are_saved_and_must_be_attached():
+    config = AlignmentConfig(projection="separate")
+    one, other = PowerClip(config), PowerClip(config)
+    with pytest.raises(ValueError, match="attach"):
+        one.loss(features(6), tiny_batch(6))
+    for objective in (one, other):
+        objective.attach(tiny_encoder())
+    with torch.no_grad():
+        one.projections["words"].mul_(2)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.projections["words"], 2 * torch.eye(32))
+
+
+def test_annealed_negatives_follow_the_run():
+    found, batch = features(6), tiny_batch(6)
+    annealed = PowerClip(AlignmentConfig(negatives="k", anneal=True))
+    for step, k in ((0, 5), (50, 2), (99, 1)):
+        annealed.progress(step, 100)
+        terms = annealed.loss(found, batch)
+        fixed = PowerClip(AlignmentConfig(negatives="k", k=k)).loss(found, batch)
+        assert terms.parts["k"].item() == k
+        torch.testing.assert_close(terms.total, fixed.total)
+
+
+def test_what_is_logged_by_default_has_neither_weight_nor_k():
+    parts = PowerClip().loss(features(6), tiny_batch(6)).parts
+    assert not parts.keys() & {"weight", "k"}

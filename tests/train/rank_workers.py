@@ -56,6 +56,11 @@ CASES: dict[str, Sequence[str]] = {
     "powerclip_k": ("alignment.negatives=k", "alignment.k=3"),
     "powerclip_k_triplet": ("alignment.negatives=k", "alignment.k=5", "alignment.loss=triplet"),
     "powerclip_all_triplet": ("alignment.loss=triplet",),
+    "powerclip_semi_hard": ("alignment.negatives=semi_hard",),
+    "powerclip_semi_hard_by_autograd": ("alignment.negatives=semi_hard", "alignment.gradient=autograd"),
+    "powerclip_annealed": ("alignment.negatives=k", "alignment.anneal=true"),
+    "powerclip_trains_image": ("alignment.trains=image", "alignment.projection=separate", "alignment.ramp=1.0"),
+    "powerclip_trains_text": ("alignment.trains=text", "alignment.negatives=hardest"),
     "powerclip_exact": ("alignment.aggregation=exact",),
     "powerclip_centred_images": ("alignment.centre=image",),
     "powerclip_single_tokens": ("alignment.parse_trees=false",),
@@ -113,6 +118,7 @@ def look(folder: Path, ranks: Ranks, overrides: Sequence[str]) -> dict[str, Tens
     state = start(recipe, ranks)
     one, other = batches(state, recipe)
     train_step(state, one, recipe)
+    state.objective.progress(state.step, recipe.train.steps)
     terms = share_terms(backward(state, other, recipe), ranks)
     found = {"loss": terms.total.detach(), **{f"logged {name}": part for name, part in terms.parts.items()}}
     found |= {f"gradient of {name}": whole(p.grad).clone() for name, p in trained(state) if p.grad is not None}
