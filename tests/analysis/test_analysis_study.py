@@ -16,7 +16,9 @@ from powerclip.analysis.study import Setting, Study, read_study
 from powerclip.analysis.study_curves import curves_page
 from powerclip.analysis.study_run import run_study
 from powerclip.analysis.study_table import markdown, summary, terminal
+from powerclip.encoders.models import check_config
 from powerclip.errors import UserError
+from powerclip.objectives import build_objective
 from powerclip.train.recipe import load_recipe
 from powerclip.train.results import Results
 
@@ -123,12 +125,25 @@ def test_studies_that_cannot_be_are_refused():
             read_study(files)
 
 
-def test_every_study_of_the_repository_can_be_read():
-    studies = sorted((Path(__file__).parents[2] / "studies").glob("*.yaml"))
-    assert studies
-    for path in studies:
-        read_study([str(path)])
-        assert path.read_text().startswith(f"# powerclip compare studies/{path.name}")
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_study_of_the_repository_can_be_read_and_its_objectives_built(path):
+    assert path.read_text().startswith(f"# powerclip compare {path.relative_to(STUDIES.parent)}")
+    for setting in read_study([str(path)]).settings:
+        recipe = setting.recipe
+        build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
+        if recipe.model.config is not None:
+            check_config(recipe.model.config, setting.name)
+
+
+@pytest.mark.parametrize("path", sorted((STUDIES / "learning").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_two_settings_of_a_learning_study_are_the_same_and_each_is_described(path):
+    settings = read_study([str(path)]).settings
+    assert all(setting.about for setting in settings)
+    recipes = [setting.recipe for setting in settings]
+    assert all(one != other for place, one in enumerate(recipes) for other in recipes[:place])
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------

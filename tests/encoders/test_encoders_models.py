@@ -103,6 +103,12 @@ def test_a_model_is_a_name_or_a_config():
             build(**arguments)
 
 
+def test_a_config_says_where_the_logit_scale_starts():
+    assert build(config=tiny_config()).clip.logit_scale.exp().item() == pytest.approx(1 / 0.07)
+    config = {**tiny_config(), "init_logit_scale": 1.609}
+    assert build(config=config).clip.logit_scale.exp().item() == pytest.approx(5, abs=0.01)
+
+
 def test_building_leaves_the_callers_config_alone():
     config = tiny_config("custom-text")
     model = build(config=config)

@@ -60,6 +60,7 @@ FOUR = (
     "powerclip",
     "powerclip_as_printed",
     "powerclip_k",
+    "powerclip_semi_hard",
 )
 
 

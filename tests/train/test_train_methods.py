@@ -65,6 +65,18 @@ def test_a_method_continues_bit_equal(tmp_path, name):
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_what_the_alignment_learns_and_where_it_stands_continue_bit_equal(tmp_path):
+    settings = ("projection=separate", "ramp=1.0", "negatives=k", "anneal=true")
+    recipe = recipe_of(tmp_path, "powerclip", "train.checkpoint_every=2", *(f"alignment.{text}" for text in settings))
+    whole = train(recipe, tmp_path / "whole", quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "parts", quiet=True, on_step=stop_at_7)
+    parts = train(recipe, tmp_path / "parts", quiet=True, resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    one, other = (list(read_metrics(run.folder.metrics))[-1] for run in (whole, parts))
+    assert all(one[name] == other[name] for name in ("loss", "alignment", "weight", "k"))
+
+
 def test_a_clips_teacher_continues_bit_equal(tmp_path):
     recipe = recipe_of(tmp_path, "a_clip")
     loader = make_loader(recipe, start(recipe).encoder)

@@ -1,8 +1,10 @@
 """NLA scores of all pairs, forward only, in Triton: similarities of nodes with regions are never written to memory.
 
-One pass computes a tile of nodes × images for one region after the other and keeps only running sums over the regions
-in registers; it writes two numbers for a node and an image instead of M. A second, small pass reduces each caption's
-nodes. Both read what is there: nodes lie end to end, a caption is a range of them, nothing is padded to the longest.
+One pass computes the similarities of a tile of nodes with all regions of a few images and reduces them over the regions
+in registers; it writes two numbers for a node and an image instead of M. A tile's sides are powers of two, and M need
+not be: its regions are taken in parts of 16, 8, 4, 2 and 1, each a product of its own, so that none is computed in
+vain. A second, small pass reduces each caption's nodes. Both read what is there: nodes lie end to end, a caption is a
+range of them, nothing is padded to the longest.
 
 With x_m = q_m/τ the sums are X = Σ x, R = Σ relu(x) and P = Π (1 + e^−|x|) − 1, all without cancellation. Then
 log Σ_A exp Σ_A x, the soft maximum over the sets that both aggregations need, is
@@ -31,10 +33,10 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.split import split_pair
 from powerclip.alignment.ragged import Segments
 
-# A tile of 64 × 128 in 8 warps is 32 registers of a thread for the product and as many for each of up to five running
-# sums: 192 of the 255 that a thread may have. 64 of the width in 3 stages are 72 KB of a multiprocessor's 228 KB.
-TILE_NODES, TILE_IMAGES, TILE_WIDTH = 64, 128, 64
-WARPS, STAGES = 8, 3
+# 128 nodes with 10 regions of 16 images are 80 registers of a thread in 8 warps; 64 of the width in 4 stages are 144 KB
+# of a multiprocessor's 228 KB.
+TILE_NODES, TILE_IMAGES, TILE_WIDTH = 128, 16, 64
+WARPS, STAGES = 8, 4
 REDUCE_IMAGES = 256
 # Most nodes × images whose two numbers are in memory at a time: 1 GB.
 BLOCK_ELEMENTS = 2**27
@@ -47,32 +49,30 @@ def nla_score(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
 
     bf16 inputs are multiplied as they are; others keep float32's accuracy (see `split.py`).
     """
-    # Regions outside, images inside: one region of a tile of images is then a block of rows.
-    by_region, nodes = split_pair(regions.transpose(0, 1), nodes)
+    regions, nodes = split_pair(regions, nodes)
     if nodes.dtype == torch.bfloat16 and not nodes.is_cuda:
         # Triton's interpreter multiplies the bits of bf16 numbers; the same numbers in float32 it multiplies right.
-        by_region, nodes = by_region.float(), nodes.float()
+        regions, nodes = regions.float(), nodes.float()
     nodes = nodes.contiguous()
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    blocks = by_region.split(max(TILE_IMAGES, BLOCK_ELEMENTS // len(nodes)), 1)
+    blocks = regions.split(max(TILE_IMAGES, BLOCK_ELEMENTS // len(nodes)))
     return torch.cat([_score_block(block.contiguous(), nodes, offsets, config) for block in blocks])
 
 
-def _score_block(by_region: Tensor, nodes: Tensor, offsets: Tensor, config: AlignmentConfig) -> Tensor:
-    """S̄ [B, S] of regions [M, B, D] with nodes [T, D]."""
-    (count, images, _), (total, width) = by_region.shape, nodes.shape
+def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: AlignmentConfig) -> Tensor:
+    """S̄ [B, S] of regions [B, M, D] with nodes [T, D]."""
+    (images, count, _), (total, width) = regions.shape, nodes.shape
     best = torch.empty((total, images) if config.t2r else (1, 1), device=nodes.device)
     inner = torch.empty((total, images) if config.r2t else (1, 1), device=nodes.device)
     sets = 2**count - (0 if config.empty_set else 1)
     # Image tiles first: the programs that run at the same time share the images, which then stay in the L2 cache.
     _node_sums[(triton.cdiv(images, TILE_IMAGES) * triton.cdiv(total, TILE_NODES),)](
-        by_region,
+        regions,
         nodes,
         best,
         inner,
         total,
         images,
-        count,
         width,
         1 / config.tau,
         (1 - config.alpha) * 2 ** (count - 1) / sets,
@@ -82,6 +82,7 @@ def _score_block(by_region: Tensor, nodes: Tensor, offsets: Tensor, config: Alig
         SINGLE=config.largest_set == 1,
         T2R=config.t2r,
         R2T=config.r2t,
+        M=count,
         TILE_T=TILE_NODES,
         TILE_B=TILE_IMAGES,
         TILE_D=TILE_WIDTH,
@@ -110,13 +111,12 @@ def _score_block(by_region: Tensor, nodes: Tensor, offsets: Tensor, config: Alig
 
 @triton.jit
 def _node_sums(
-    regions,  # [M, B, D] bf16 or float16
+    regions,  # [B, M, D] bf16 or float16
     nodes,  # [T, D] the same
     best,  # [T, B] float32: the soft maximum over the sets of x, or the best single region's
     inner,  # [T, B] float32: Σ_m ζ_α(x_m/2), or what replaces it without ∅
     total,
     images,
-    count,
     width,
     inverse_tau,
     mean_weight,
@@ -126,49 +126,72 @@ def _node_sums(
     SINGLE: tl.constexpr,
     T2R: tl.constexpr,
     R2T: tl.constexpr,
+    M: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_B: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
     # One axis of programs: a second one would end at 65,535 tiles of nodes.
     tiles = tl.cdiv(images, TILE_B)
-    image = tl.program_id(0) % tiles * TILE_B + tl.arange(0, TILE_B)
+    first = tl.program_id(0) % tiles * TILE_B
     node = (tl.program_id(0) // tiles * TILE_T + tl.arange(0, TILE_T)).to(tl.int64)
     place = tl.arange(0, TILE_D)
-    node_there, image_there = node < total, image < images
+    node_there = node < total
 
     plain = tl.zeros((TILE_T, TILE_B), tl.float32)  # X
     positive = tl.zeros((TILE_T, TILE_B), tl.float32)  # R
     product = tl.zeros((TILE_T, TILE_B), tl.float32)  # P
     highest = tl.full((TILE_T, TILE_B), -float("inf"), tl.float32)
     singles = tl.zeros((TILE_T, TILE_B), tl.float32)  # Σ exp(x − highest)
-    x = tl.zeros((TILE_T, TILE_B), tl.float32)
-    # One loop over regions and width: the loads of the next region are under way while sums of this one are taken.
-    chunks = tl.cdiv(width, TILE_D)
-    for step in range(count * chunks):
-        region, start = step // chunks, step % chunks * TILE_D
-        inside = start + place < width
-        left = tl.load(
-            nodes + node[:, None] * width + (start + place)[None, :],
-            mask=node_there[:, None] & inside[None, :],
-            other=0.0,
+    for sixteen in tl.static_range(M // 16):
+        x = tl.zeros((TILE_T, TILE_B * 16), tl.float32)
+        for start in range(0, width, TILE_D):
+            left = _load_nodes(nodes, node, node_there, start + place, width)
+            right = _load_regions(regions, first, sixteen * 16, start + place, images, width, M, 16, TILE_B)
+            x = tl.dot(left, right, x)
+        plain, positive, product, highest, singles = _join(
+            plain, positive, product, highest, singles, x * inverse_tau, 16, TILE_T, TILE_B
         )
-        right = tl.load(
-            regions + (region * images + image).to(tl.int64)[None, :] * width + (start + place)[:, None],
-            mask=image_there[None, :] & inside[:, None],
-            other=0.0,
-        )
-        x = tl.dot(left, right, x)
-        if start + TILE_D >= width:
-            x = x * inverse_tau
-            if R2T:
-                plain += x
-            positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE)
-            x = tl.zeros((TILE_T, TILE_B), tl.float32)
+    if M % 16 > 0:
+        rest: tl.constexpr = M // 16 * 16
+        x8 = tl.zeros((TILE_T, TILE_B * 8), tl.float32)
+        x4 = tl.zeros((TILE_T, TILE_B * 4), tl.float32)
+        x2 = tl.zeros((TILE_T, TILE_B * 2), tl.float32)
+        x1 = tl.zeros((TILE_T, TILE_B), tl.float32)
+        for start in range(0, width, TILE_D):
+            at = start + place
+            left = _load_nodes(nodes, node, node_there, at, width)
+            if M & 8:
+                x8 = tl.dot(left, _load_regions(regions, first, rest, at, images, width, M, 8, TILE_B), x8)
+            if M & 4:
+                after8: tl.constexpr = rest + (M & 8)
+                x4 = tl.dot(left, _load_regions(regions, first, after8, at, images, width, M, 4, TILE_B), x4)
+            if M & 2:
+                after4: tl.constexpr = rest + (M & 12)
+                x2 = tl.dot(left, _load_regions(regions, first, after4, at, images, width, M, 2, TILE_B), x2)
+            if M & 1:
+                x1 = tl.dot(left, _load_regions(regions, first, M - 1, at, images, width, M, 1, TILE_B), x1)
+        if M & 8:
+            plain, positive, product, highest, singles = _join(
+                plain, positive, product, highest, singles, x8 * inverse_tau, 8, TILE_T, TILE_B
+            )
+        if M & 4:
+            plain, positive, product, highest, singles = _join(
+                plain, positive, product, highest, singles, x4 * inverse_tau, 4, TILE_T, TILE_B
+            )
+        if M & 2:
+            plain, positive, product, highest, singles = _join(
+                plain, positive, product, highest, singles, x2 * inverse_tau, 2, TILE_T, TILE_B
+            )
+        if M & 1:
+            plain, positive, product, highest, singles = _join(
+                plain, positive, product, highest, singles, x1 * inverse_tau, 1, TILE_T, TILE_B
+            )
 
     soft = log_powerset(positive, product, highest, singles, EMPTY)
+    image = first + tl.arange(0, TILE_B)
     at = node[:, None] * images + image[None, :]
-    there = node_there[:, None] & image_there[None, :]
+    there = node_there[:, None] & (image < images)[None, :]
     if T2R:
         if SINGLE:
             tl.store(best + at, tl.maximum(highest, 0.0) if EMPTY else highest, mask=there)
@@ -176,6 +199,57 @@ def _node_sums(
             tl.store(best + at, soft, mask=there)
     if R2T:
         tl.store(inner + at, mean_weight * plain + alpha * (soft - log_sets), mask=there)
+
+
+@triton.jit
+def _load_nodes(nodes, node, there, place, width):
+    """Some of the width of a tile of nodes [T, D]."""
+    return tl.load(
+        nodes + node[:, None] * width + place[None, :], mask=there[:, None] & (place < width)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _load_regions(
+    regions, first, offset, place, images, width, M: tl.constexpr, PART: tl.constexpr, TILE_B: tl.constexpr
+):
+    """The same of PART regions, from the one numbered `offset` on, of a tile of images [D, B · PART]."""
+    column = tl.arange(0, TILE_B * PART)
+    image = first + column // PART
+    row = image.to(tl.int64) * M + offset + column % PART
+    return tl.load(
+        regions + row[None, :] * width + place[:, None],
+        mask=(image < images)[None, :] & (place < width)[:, None],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _join(
+    plain, positive, product, highest, singles, x, PART: tl.constexpr, TILE_T: tl.constexpr, TILE_B: tl.constexpr
+):
+    """The sums [T, B] with PART more regions in them, x [T, B · PART]."""
+    x = tl.reshape(x, (TILE_T, TILE_B, PART))
+    decayed = tl.exp(-tl.abs(x))
+    product_here = tl.reduce(decayed, 2, _one_more)
+    highest_here = tl.max(x, 2)
+    singles_here = tl.sum(tl.exp(x - highest_here[:, :, None]), 2)
+    # Rescaled to the higher of the two maxima: one of the two exponents is always zero.
+    change = tl.exp(-tl.abs(highest_here - highest))
+    singles = tl.where(highest_here > highest, singles * change + singles_here, singles + singles_here * change)
+    return (
+        plain + tl.sum(x, 2),
+        positive + tl.sum(tl.maximum(x, 0.0), 2),
+        product + product_here + product * product_here,
+        tl.maximum(highest, highest_here),
+        singles,
+    )
+
+
+@triton.jit
+def _one_more(a, b):
+    """(1 + a)(1 + b) − 1, without the cancellation."""
+    return a + b + a * b
 
 
 @triton.jit

@@ -16,6 +16,14 @@ def test_scores_equal_the_reference(name, config):
     assert_scores(scores, reference(one, CONFIGS[config]))
 
 
+@pytest.mark.parametrize("count", [3, 6, 15, 16, 19, 36])
+def test_any_number_of_regions_is_taken_in_parts(count):
+    one = instance([2, 3], 3, count)
+    for config in ("default", "paper", "soft"):
+        scores = nla_score(one.regions, one.nodes, one.segments, CONFIGS[config])
+        assert_scores(scores, reference(one, CONFIGS[config]))
+
+
 def test_bf16_inputs_lose_nothing_but_their_own_rounding():
     one = instance([3, 1, 6], 9, 5, width=64)
     one.regions, one.nodes = one.regions.bfloat16(), one.nodes.bfloat16()
