@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -159,8 +159,7 @@ class ShardLoader(BatchLoader):
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_begin_worker,
         )
-        batches = iter(made)
-        while (raw := _next(batches)) is not None:
+        for raw in made:
             if isinstance(raw, UserError):
                 raise raw
             yield raw
@@ -188,19 +187,6 @@ class ShardLoader(BatchLoader):
         for target, source in zip(pixels, planes, strict=True):
             self._normalise(target.copy_(source))
         return pixels
-
-
-def _next(batches: Iterator[RawBatch | UserError]) -> RawBatch | UserError | None:
-    """The next batch; None at the end. UserError when a worker was killed, which torch tells with a traceback."""
-    try:
-        return next(batches, None)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError(
-            "a process that prepares batches has been killed, perhaps because memory ran out: lower data.workers or "
-            "train.batch_size and continue with --resume"
-        ) from None
 
 
 class _Careful:

@@ -5,10 +5,26 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from powerclip.data.batch import Batch
+from powerclip.errors import UserError
+
+
+@contextmanager
+def killed_workers() -> Iterator[None]:
+    """UserError when a process that makes batches has been killed: torch tells of it wherever this process then is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            "a process that prepares batches has been killed, perhaps because memory ran out: lower data.workers or "
+            "train.batch_size and continue with --resume"
+        ) from None
 
 
 class BatchLoader(ABC):

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
+from powerclip.data.stream import killed_workers
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
@@ -174,6 +175,7 @@ def run(
         with (
             progress.after(state.step),
             Signals(settings.checkpoint_minutes) as signals,
+            killed_workers(),
             closing(loader.stream(state.step, settings.steps)) as batches,
         ):
             for batch in clock.watch(batches):

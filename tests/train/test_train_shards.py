@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -142,3 +143,26 @@ def test_strict_can_be_asked_for_on_the_command_line(tmp_path, shards):
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, UserError)
     assert "data.strict: false goes on" in str(done.exception)
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path, shards):
+    # In a process of its own: torch raises its error wherever the main thread of a process is at that moment.
+    changes = settings(shards, "data.workers=1", "train.steps=100000")
+    command = ["powerclip", "train", "--recipe", str(write_tiny(tmp_path)), *changes, "-o", str(tmp_path / "run"), "-q"]
+    script = f"""
+import multiprocessing, os, signal, threading, time
+def kill():
+    while not multiprocessing.active_children():
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+threading.Thread(target=kill, daemon=True).start()
+import sys
+sys.argv = {command!r}
+from powerclip.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "a process that prepares batches has been killed" in done.stderr
+    assert "Traceback" not in done.stderr
