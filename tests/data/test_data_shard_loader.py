@@ -528,4 +528,3 @@ def test_sorting_puts_the_same_samples_in_the_order_of_their_captions_lengths(sh
     places = [plain.keys.index(key) for key in ordered.keys]
     assert torch.equal(ordered.images, plain.images[places])
     assert torch.equal(ordered.regions, plain.regions[places])
-
