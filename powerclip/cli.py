@@ -37,6 +37,13 @@ def main() -> None:
         app()
     except UserError as error:
         fail(str(error))
+    except RuntimeError as error:
+        # torch tells of a killed worker wherever this process is, also while it ends.
+        if "DataLoader worker" not in str(error):
+            raise
+        from powerclip.data.stream import WORKER_KILLED
+
+        fail(WORKER_KILLED)
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

@@ -29,7 +29,7 @@ from powerclip.data.samples import Look, SampleMaker
 from powerclip.data.shard_batches import BatchMaker, RawBatch
 from powerclip.data.shard_reader import ShardReader
 from powerclip.data.shards import ShardSet
-from powerclip.data.stream import BatchLoader
+from powerclip.data.stream import WORKER_KILLED, BatchLoader
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
 
@@ -159,9 +159,16 @@ class ShardLoader(BatchLoader):
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_begin_worker,
         )
-        for raw in made:
+        batches = iter(made)
+        while True:
+            try:
+                raw = next(batches, None)
+            except (ConnectionError, EOFError):  # in the middle of a message
+                raise UserError(WORKER_KILLED) from None
             if isinstance(raw, UserError):
                 raise raw
+            if raw is None:
+                return
             yield raw
 
     def _finish(self, raw: RawBatch) -> Batch:

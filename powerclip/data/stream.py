@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from powerclip.data.batch import Batch
 from powerclip.errors import UserError
 
+WORKER_KILLED = (
+    "a process that prepares batches has been killed, perhaps because memory ran out: lower data.workers or "
+    "train.batch_size and continue with --resume"
+)
+
 
 @contextmanager
 def killed_workers() -> Iterator[None]:
@@ -21,10 +26,7 @@ def killed_workers() -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise UserError(
-            "a process that prepares batches has been killed, perhaps because memory ran out: lower data.workers or "
-            "train.batch_size and continue with --resume"
-        ) from None
+        raise UserError(WORKER_KILLED) from None
 
 
 class BatchLoader(ABC):

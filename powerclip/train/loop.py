@@ -87,7 +87,7 @@ def train(
         UserError: the folder holds another run, no checkpoint is good, or the loss is no longer finite.
         Stopped: SIGTERM asked for it; a checkpoint of the last step is written.
     """
-    with joined(recipe.train.device) as ranks:
+    with killed_workers(), joined(recipe.train.device) as ranks:
         return run(
             recipe,
             RunFolder(Path(output)),
@@ -175,7 +175,6 @@ def run(
         with (
             progress.after(state.step),
             Signals(settings.checkpoint_minutes) as signals,
-            killed_workers(),
             closing(loader.stream(state.step, settings.steps)) as batches,
         ):
             for batch in clock.watch(batches):
