@@ -2,17 +2,26 @@
 
     python benchmarks/alignment.py           # on a GPU: 512 images against 4,096 captions, as one rank of eight has
     python benchmarks/alignment.py --tiny    # a few seconds on a CPU: shows that it works, measures nothing
+    python benchmarks/alignment.py --tune    # on a GPU: launch settings of the fused NLA kernel, printed, best last
 
-Writes a JSON file, a Markdown table and a plot (the paper's "time against number of masks", with the exact kernel).
+Writes a JSON file, a Markdown table and a plot (the paper's "time against number of masks", with the exact kernel), all
+of them anew after every sweep. What fails or does not fit is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +34,16 @@ from powerclip.alignment.monte_carlo import monte_carlo_r2t
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import score_all
 
-MOST_ENUMERATED = 2**36  # similarities of sets that the reference is asked for; beyond, it is left out as too slow
-DRAWN_SETS = 1024
+MOST_ENUMERATED = 2**35  # similarities of sets that the reference is asked for; beyond, it is left out as too slow
+DRAWN_SETS, DRAWN_IMAGES = 256, 8  # by Monte Carlo; images at a time
+ROW_SECONDS = 0.4  # of repetitions; a way to score that takes longer is repeated twice
+# Where what takes long to compile is measured: inductor takes 10 to 20 s for each number of regions and, apart from the
+# others, for the gradient.
+COMPILED_AT = {"nla": (5, 10, 16), "nla + gradient": (10,)}
+GRADIENT_AT = (5, 10, 16)
+
+WHATS = ("gemm", "nla", "nla + gradient", "exact", "monte carlo")
+BACKENDS = ("reference", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -38,85 +55,144 @@ class Size:
     width: int
 
 
+BASE = Size(512, 4096, 10, 10, 512)
+
+
 @dataclass(frozen=True)
 class Row:
     sweep: str
-    what: str  # gemm, nla, nla + gradient, exact, monte carlo
+    what: str  # one of WHATS
     backend: str
     dtype: str
     size: Size
     ms: float | None = None
     spread: float | None = None
     gib: float | None = None
-    error: float | None = None  # largest, relative to the largest score, against float64
+    error: float | None = None  # largest, relative to the largest score: against float64, or of what was drawn
+    gemm_share: float | None = None  # of the bare product's rate
+    target: str = ""  # that this row was to reach, and whether it did
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    repeats: int
+    most: int  # similarities of sets
+    until: float = math.inf  # no row is begun later, on the monotonic clock
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.until
+
+
+class Sweep(NamedTuple):
+    name: str
+    sizes: tuple[Size, ...]
+    compiled: bool = False  # of the backend `torch`; the others are a sweep of their own
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small sizes, two repetitions")
+    parser.add_argument("--tune", action="store_true", help="try launch settings of the fused kernel instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row later; it is noted as left out")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    base = Size(16, 24, 4, 3, 32) if arguments.tiny else BASE
+    limits = Limits(arguments.repeats, MOST_ENUMERATED, time.monotonic() + arguments.seconds)
     if arguments.tiny:
-        base, repeats, most = Size(16, 24, 4, 3, 32), 2, 2**22
-        sweeps = {"M": (3, 4, 17), "K": (2, 5), "C": (16, 32)}
-    else:
-        base, repeats, most = Size(512, 4096, 10, 10, 512), arguments.repeats, MOST_ENUMERATED
-        sweeps = {"M": (5, 6, 7, 8, 10, 12, 14, 16, 20), "K": (5, 20, 40), "C": (1024, 8192, 32768)}
-    axis = {"M": "regions", "K": "nodes", "C": "captions"}
-    rows: list[Row] = []
-    for sweep, values in sweeps.items():
-        for value in values:
-            for row in measured(sweep, replace(base, **{axis[sweep]: value}), device, repeats, most):
-                print(line(row), flush=True)
-                rows.append(row)
-    made = origin()
-    text = f"# Scoring all pairs\n\n{base.images} images, D = {base.width}; error relative to the largest score\n\n"
-    text += markdown([line(row).split(" | ") for row in rows], HEADS)
+        limits = replace(limits, repeats=2, most=2**22)
+    if arguments.tune:
+        tune(base, device, limits, TUNED[:2] if arguments.tiny else TUNED)
+        return
     name = "alignment-tiny" if arguments.tiny else f"alignment-{device.type}"
-    path = write_result(arguments.output, name, made, {"rows": [asdict(row) for row in rows]}, text)
-    plot(rows, made["machine"], path.with_suffix(".png"))
-    print(f"{path}.json, .md, .png")
+    save = functools.partial(report, base, arguments.output, name, origin())
+    # Ended by a time limit it writes what it has, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    rows: list[Row] = []
+    try:
+        for sweep in sweeps(base, tiny=arguments.tiny):
+            for size in sweep.sizes:
+                for row in measured(sweep, size, device, limits):
+                    print(" | ".join(cells(row)), flush=True)
+                    rows.append(row)
+            print(f"{save(rows)}.json, .md, .png", flush=True)
+    except BaseException:
+        if rows:
+            save(rows)
+        raise
 
 
-def measured(sweep: str, size: Size, device: torch.device, repeats: int, most: int) -> Iterator[Row]:
+def sweeps(base: Size, *, tiny: bool) -> tuple[Sweep, ...]:
+    """In the order in which they run: what is slow to compile last, as it is missed least."""
+    regions, compiled, nodes, captions = (
+        ((3, 4, 17, 18), (3, 4), (2, 5), (16, 32))
+        if tiny
+        else ((5, 8, 10, 12, 14, 16, 20, 24), COMPILED_AT["nla"], (5, 20, 40), (1024, 8192, 32768))
+    )
+    return (
+        Sweep("M", tuple(replace(base, regions=m) for m in regions)),
+        Sweep("K", tuple(replace(base, nodes=k) for k in nodes)),
+        Sweep("C", tuple(replace(base, captions=c) for c in captions)),
+        Sweep("M", tuple(replace(base, regions=m) for m in compiled), compiled=True),
+    )
+
+
+def measured(sweep: Sweep, size: Size, device: torch.device, limits: Limits) -> Iterator[Row]:
     """One row for each way to score at this size."""
     regions, nodes, segments = example(size, device)
-    by_region = regions.bfloat16().flatten(0, 1)
-    half = nodes.bfloat16()
-    gemm = Row(sweep, "gemm", "torch", "bf16", size)
-    yield timed(gemm, lambda: half @ by_region.T, device, repeats)
-    for what in ("nla", "nla + gradient", "exact"):
-        aggregation = "exact" if what == "exact" else "nla"
-        for backend in ("reference", "torch", "triton"):
-            config = AlignmentConfig(aggregation=aggregation, backend=backend)
-            for dtype in (torch.float32, torch.bfloat16):
-                if dtype == torch.bfloat16 and (backend, what) != ("triton", "nla"):
-                    continue
-                row = Row(sweep, what, backend, str(dtype).removeprefix("torch."), size)
-                obstacle = left_out(config, size, len(nodes), device, most)
-                if obstacle:
-                    yield replace(row, note=obstacle)
-                    continue
-                inputs = regions.to(dtype), nodes.to(dtype)
-                run = functools.partial(with_gradient if "gradient" in what else plain, *inputs, segments, config)
-                row = timed(row, run, device, repeats)
-                yield row if row.ms is None else replace(row, error=error(*inputs, segments, config))
-    if size.regions > 16:
-        q = torch.einsum("bmd,td->tbm", regions[:8], nodes)
-        row = Row(sweep, "monte carlo", "torch", "float32", size, note=f"{DRAWN_SETS} sets, 8 images only")
-        yield timed(row, lambda: monte_carlo_r2t(q, segments, DRAWN_SETS), device, repeats)
+
+    def tried(row: Row, run: Callable[[], object], check: Callable[[], float] | None = None) -> Row:
+        if limits.over:
+            return replace(row, note="left out: no time")
+        return timed(row, run, check, device, limits.repeats)
+
+    bare = None
+    if not sweep.compiled:
+        by_region, half = regions.bfloat16().flatten(0, 1), nodes.bfloat16()
+        bare = tried(Row(sweep.name, "gemm", "torch", "bf16", size), lambda: half @ by_region.T)
+        yield bare
+    for what, backend, dtype in ways(sweep, size):
+        config = AlignmentConfig(aggregation="exact" if what == "exact" else "nla", backend=backend)
+        row = Row(sweep.name, what, backend, str(dtype).removeprefix("torch."), size)
+        obstacle = left_out(config, size, len(nodes), device, limits.most)
+        if obstacle:
+            yield replace(row, note=obstacle)
+            continue
+        inputs = regions.to(dtype), nodes.to(dtype), segments, config
+        score = with_gradient if "gradient" in what else plain
+        row = tried(row, functools.partial(score, *inputs), functools.partial(error, *inputs))
+        yield judged(row, bare)
+    if size.regions > 16 and not sweep.compiled:
+        row = Row(sweep.name, "monte carlo", "torch", "float32", size, note=f"R2T only, {DRAWN_SETS} sets")
+        yield tried(row, lambda: drawn(regions, nodes, segments), lambda: drawn_error(regions, nodes, segments))
+
+
+def ways(sweep: Sweep, size: Size) -> Iterator[tuple[str, str, torch.dtype]]:
+    """What is measured of a sweep at this size: what, backend, dtype."""
+    large = size.images == BASE.images
+    for what, backend in itertools.product(("nla", "nla + gradient", "exact"), BACKENDS):
+        if (backend == "torch") != sweep.compiled:
+            continue
+        if large and what == "nla + gradient" and size.regions not in GRADIENT_AT:
+            continue
+        if large and backend == "torch" and size.regions not in COMPILED_AT.get(what, COMPILED_AT["nla"]):
+            continue
+        yield what, backend, torch.float32
+        if (backend, what) == ("triton", "nla"):
+            yield what, backend, torch.bfloat16
 
 
 def example(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 2 * size.nodes, (size.captions,), generator=generator)
-    regions = F.normalize(torch.randn(size.images, size.regions, size.width, generator=generator), dim=-1)
-    nodes = F.normalize(torch.randn(int(lengths.sum()), size.width, generator=generator), dim=-1)
-    return regions.to(device), nodes.to(device), Segments.from_lengths(lengths.to(device))
+    generator = torch.Generator(device).manual_seed(0)  # 32,768 captions' nodes would take a CPU seconds
+    regions = torch.randn(size.images, size.regions, size.width, generator=generator, device=device)
+    nodes = torch.randn(int(lengths.sum()), size.width, generator=generator, device=device)
+    return F.normalize(regions, dim=-1), F.normalize(nodes, dim=-1), Segments.from_lengths(lengths.to(device))
 
 
 def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.device, most: int) -> str:
@@ -127,8 +203,11 @@ def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.devi
         if config.aggregation == "exact" and size.regions > 16:
             return "at most 16 regions"
         return triton_obstacle(config, device) or ""
-    if config.aggregation == "exact" and nodes * size.images * 2**size.regions > most:
-        return "too slow"
+    if config.aggregation == "exact":
+        if config.backend == "torch" and device.type == "cuda":
+            return "not compiled: 2^M is symbolic"  # inductor of torch 2.11 fails on it
+        if nodes * size.images * 2**size.regions > most:
+            return "too slow"
     return ""
 
 
@@ -146,53 +225,258 @@ def with_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: Al
 def error(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> float:
     """On the first images and captions."""
     lengths = segments.lengths[:16]
-    few, some = regions[:8], nodes[: int(lengths.sum())]
+    # 16 images: Triton compiles anew for a number that 16 does not divide.
+    few, some = regions[:16], nodes[: int(lengths.sum())]
     part = Segments.from_lengths(lengths)
     exact = score_all(few.double(), some.double(), part, replace(config, backend="reference"))
     return float((score_all(few, some, part, config) - exact).abs().max() / exact.abs().max())
 
 
-def timed(row: Row, run: Callable[[], object], device: torch.device, repeats: int) -> Row:
+@torch.no_grad()
+def drawn(regions: Tensor, nodes: Tensor, segments: Segments) -> None:
+    for few in regions.split(DRAWN_IMAGES):
+        monte_carlo_r2t(torch.einsum("bmd,td->tbm", few, nodes), segments, DRAWN_SETS)
+
+
+@torch.no_grad()
+def drawn_error(regions: Tensor, nodes: Tensor, segments: Segments) -> float:
+    """The largest standard error of the first images' scores."""
+    found = monte_carlo_r2t(torch.einsum("bmd,td->tbm", regions[:DRAWN_IMAGES], nodes), segments, DRAWN_SETS)
+    return float(found.standard_error.max() / found.mean.abs().max())
+
+
+def timed(
+    row: Row, run: Callable[[], object], check: Callable[[], float] | None, device: torch.device, repeats: int
+) -> Row:
+    """The row with its measurement, or with why there is none."""
+    note = ""
     try:
-        found = measure(run, device, repeats, warmup=2)
-    except torch.OutOfMemoryError:
+        run()  # compiles
+        began = waited(device)
+        run()
+        found = measure(run, device, max(2, min(repeats, int(ROW_SECONDS / (waited(device) - began)))), warmup=0)
+        row = replace(row, ms=found.ms, spread=found.spread, gib=found.gib)
+        return row if check is None else replace(row, error=check())
+    except Exception as problem:
+        note = failure(problem)
+    # Only here are the tensors gone that the exception's frames held.
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        return replace(row, note="out of memory")
-    return replace(row, ms=found.ms, spread=found.spread, gib=found.gib)
+    return replace(row, note=note)
 
 
-HEADS = ("sweep", "what", "backend", "dtype", "C", "M", "K", "ms", "±", "GiB", "error", "note")
+def waited(device: torch.device) -> float:
+    """The time when the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
-def line(row: Row) -> str:
+def failure(problem: BaseException) -> str:
+    """What went wrong, in at most 80 characters that fit into a table."""
+    if isinstance(problem, torch.OutOfMemoryError):
+        return "out of memory"
+    first = next(iter(str(problem).strip().splitlines()), "")
+    return f"{type(problem).__name__}: {first}".replace("|", "/")[:80]
+
+
+def judged(row: Row, bare: Row | None) -> Row:
+    """The row beside the bare product of the same size, and beside what we set out to reach on an H200."""
+    if row.backend != "triton" or row.note.startswith("left out"):
+        return row
+    if row.dtype == "bfloat16" and row.ms and bare is not None and bare.ms:
+        row = replace(row, gemm_share=bare.ms / row.ms)
+    goals = {
+        ("exact", BASE): ("≤ 5 ms", row.ms is not None and row.ms <= 5),
+        ("exact", replace(BASE, regions=14)): ("runs", row.ms is not None),
+    }
+    if row.dtype == "bfloat16":
+        goals["nla", BASE] = ("≥ 50 % of gemm", (row.gemm_share or 0) >= 0.5)
+    if (row.what, row.size) not in goals:
+        return row
+    goal, met = goals[row.what, row.size]
+    return replace(row, target=f"{goal}: {'met' if met else 'missed'}")
+
+
+HEADS = ["sweep", "what", "backend", "dtype", "C", "M", "K", "ms", "±", "GiB", "error", "rate / gemm", "target", "note"]
+
+
+def cells(row: Row) -> list[str]:
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
-    cells = [row.sweep, row.what, row.backend, row.dtype, row.size.captions, row.size.regions, row.size.nodes]
-    cells += [number(row.ms, ".3g"), number(row.spread, ".2g"), number(row.gib, ".2f"), number(row.error, ".0e")]
-    return " | ".join(map(str, [*cells, row.note]))
+    named = [row.sweep, row.what, row.backend, row.dtype, row.size.captions, row.size.regions, row.size.nodes]
+    values = [number(row.ms, ".3g"), number(row.spread, ".2g"), number(row.gib, ".2f"), number(row.error, ".0e")]
+    return [*map(str, named), *values, number(row.gemm_share, ".0%"), row.target, row.note]
 
 
-def plot(rows: list[Row], where: str, path: Path) -> None:
+def report(base: Size, folder: Path, name: str, made: dict[str, str], rows: Sequence[Row]) -> Path:
+    """Write all rows so far; gives the path without its ending."""
+
+    def place(row: Row) -> tuple[Any, ...]:
+        size = row.size.regions, row.size.nodes, row.size.captions
+        return "MKC".index(row.sweep), *size, WHATS.index(row.what), BACKENDS.index(row.backend)
+
+    rows = sorted(rows, key=place)
+    text = f"# Scoring all pairs\n\n{base.images} images, D = {base.width}; error relative to the largest score; "
+    text += "gemm: the bare product of nodes and regions\n\n"
+    text += markdown([cells(row) for row in rows], HEADS)
+    path = write_result(folder, name, made, {"rows": [asdict(row) for row in rows]}, text)
+    plot(rows, base, made["machine"], path.with_suffix(".png"))
+    return path
+
+
+class Line(NamedTuple):
+    what: str
+    backend: str
+    dtype: str
+    label: str
+    colour: str
+    style: str = "o-"
+
+
+# Approximations blue, what enumerates or draws sets orange, from the plainest to the kernels.
+LINES = (
+    Line("exact", "reference", "float32", "exact, sets enumerated", "#e6a15c", "s--"),
+    Line("monte carlo", "torch", "float32", f"exact R2T, {DRAWN_SETS} sets drawn", "#c98a00", "D:"),
+    Line("exact", "triton", "float32", "exact, kernel", "#c2410c"),
+    Line("nla", "reference", "float32", "NLA, formulas", "#8fb8e8", "s--"),
+    Line("nla", "torch", "float32", "NLA, compiled", "#5b8fd0", "^--"),
+    Line("nla", "triton", "float32", "NLA, kernel", "#1f5fbf"),
+    Line("nla", "triton", "bfloat16", "NLA, kernel, bf16", "#0b2f6b"),
+    Line("gemm", "torch", "bf16", "bare product, bf16", "#8a8f98", ":"),
+)
+
+
+def plot(rows: Sequence[Row], base: Size, where: str, path: Path) -> None:
     """Time against the number of regions."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.sweep == "M" and row.ms is not None and row.what != "monte carlo":
-            lines.setdefault(f"{row.what}, {row.backend} ({row.dtype})", []).append(row)
-    for label, points in lines.items():
-        axes.plot([p.size.regions for p in points], [p.ms for p in points], marker="o", markersize=3, label=label)
-    size = rows[0].size
-    axes.set(xlabel="regions M", ylabel="ms", yscale="log")
-    axes.set_title(f"{size.images} images × {size.captions} captions, K ≈ {size.nodes}\n{where}", fontsize=9)
-    axes.legend(fontsize=7)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    drawn_at: set[int] = set()
+    ends: list[tuple[float, Any]] = []
+    for line in LINES:
+        key = ("M", line.what, line.backend, line.dtype)
+        found = [
+            (row.size.regions, row.ms)
+            for row in sorted(rows, key=lambda row: row.size.regions)
+            if (row.sweep, row.what, row.backend, row.dtype) == key and row.ms is not None
+        ]
+        if not found:
+            continue
+        drawn_at |= {regions for regions, _ in found}
+        xs, ys = zip(*found, strict=True)
+        (curve,) = axes.plot(xs, ys, line.style, color=line.colour, markersize=4.5, lw=1.6, label=line.label)
+        ends.append((ys[-1], curve))
+    axes.set_xlabel("regions of an image, M")
+    axes.set_ylabel("ms")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _decades(ends) < 2 else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sorted(drawn_at))
+    axes.grid(axis="y", color="#e3e5e8", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = f"Time to score {base.images:,} images × {base.captions:,} captions against the number of regions"
+    axes.set_title(title, fontsize=11, loc="left", pad=22)
+    axes.text(
+        0, 1.025, f"{base.nodes} nodes a caption, D = {base.width} · {where}", transform=axes.transAxes, fontsize=8.5
+    )
+    # Beside the axes, in the order of the lines' right ends: no label lies on a line.
+    handles = [curve for _, curve in sorted(ends, key=lambda end: -end[0])]
+    axes.legend(handles=handles, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _decades(ends: Sequence[tuple[float, Any]]) -> float:
+    values = [float(y) for _, curve in ends for y in curve.get_ydata()]
+    return math.log10(max(values) / min(values)) if values else 0.0
+
+
+class Launch(NamedTuple):
+    """The module constants of `kernels/nla_score.py`, by their names there."""
+
+    TILE_NODES: int
+    TILE_IMAGES: int
+    TILE_WIDTH: int
+    WARPS: int
+    STAGES: int
+
+    def __str__(self) -> str:
+        nodes, images, width, warps, stages = self
+        return f"{nodes:3} nodes {images:2} images {width:3} wide {warps:2} warps {stages} stages"
+
+
+# With M = 10 a thread holds nodes × images × 10 / (32 × warps) sums, 80 or 160 of its 255 registers, and a stage takes
+# (nodes + 10 × images) × width × 2 bytes. Programs that share a multiprocessor (its 228 KB, its 64 K registers) reduce
+# while others multiply: most of these leave room for two or more.
+TUNED = (
+    Launch(128, 16, 64, 8, 3),  # 108 KB: two
+    Launch(128, 16, 64, 8, 2),
+    Launch(128, 16, 64, 4, 3),  # 160 registers, two
+    Launch(128, 16, 64, 4, 4),
+    Launch(128, 16, 32, 8, 6),
+    Launch(128, 16, 128, 8, 2),
+    Launch(128, 8, 64, 4, 4),  # 104 KB: two
+    Launch(128, 8, 64, 4, 3),
+    Launch(128, 8, 64, 4, 2),  # 52 KB: four
+    Launch(128, 8, 64, 8, 4),
+    Launch(64, 16, 64, 4, 4),  # 112 KB: two
+    Launch(64, 16, 64, 4, 3),
+    Launch(64, 16, 64, 4, 2),  # 56 KB: four
+    Launch(64, 16, 128, 4, 2),
+    Launch(64, 32, 64, 8, 2),  # 96 KB: two
+    Launch(64, 32, 64, 4, 3),
+    Launch(128, 32, 64, 8, 3),  # 160 registers, one: each number read serves twice as many products
+    Launch(256, 16, 64, 8, 3),
+    Launch(256, 8, 64, 8, 3),
+)
+
+
+def tune(size: Size, device: torch.device, limits: Limits, settings: Sequence[Launch]) -> None:
+    """Print the fused kernel's time in bf16 under each setting, as the module has it first; then all, best last."""
+    configs = {name: AlignmentConfig.named(name, backend="triton") for name in ("paper", "default")}
+    if obstacle := triton_obstacle(configs["paper"], device):
+        sys.exit(f"--tune: triton {obstacle}")
+    from powerclip.alignment.kernels import nla_score as kernel
+
+    repeats = min(limits.repeats, 5)
+    regions, nodes, segments = example(size, device)
+    regions, nodes = regions.bfloat16(), nodes.bfloat16()
+    bare = measure(lambda: nodes @ regions.flatten(0, 1).T, device, repeats, warmup=2).ms
+    print(f"{size}: {len(nodes)} nodes; bare product {bare:.3f} ms", flush=True)
+    present = Launch(*(getattr(kernel, name) for name in Launch._fields))
+    expected: dict[str, Tensor] = {}
+    found: list[tuple[float, str]] = []
+    for launch in dict.fromkeys((present, *settings)):
+        if limits.over:
+            print(f"{launch}  left out: no time", flush=True)
+            continue
+        times = []
+        try:
+            # Names that the module does not have are refused.
+            with mock.patch.multiple(kernel, **launch._asdict()):
+                for name, config in configs.items():
+                    scores = kernel.nla_score(regions, nodes, segments, config)
+                    # An order of sums may change, a score may not.
+                    torch.testing.assert_close(scores, expected.setdefault(name, scores), rtol=1e-3, atol=1e-4)
+                    run = functools.partial(kernel.nla_score, regions, nodes, segments, config)
+                    times.append(measure(run, device, repeats, warmup=1).ms)
+        except Exception as problem:
+            print(f"{launch}  {failure(problem)}", flush=True)
+            continue
+        shown = "  ".join(f"{name} {ms:.3f} ms ({bare / ms:.0%})" for name, ms in zip(configs, times, strict=True))
+        found.append((sum(times), f"{launch}  {shown}" + ("  ← present" if launch == present else "")))
+        print(found[-1][1], flush=True)
+    print("\nsorted by the sum; in brackets the share of the bare product's rate")
+    for _, text in sorted(found, reverse=True):
+        print(text)
 
 
 if __name__ == "__main__":

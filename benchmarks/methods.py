@@ -1,21 +1,31 @@
 """Step time of every method relative to CLIP's, in one run.
 
-    python benchmarks/methods.py                # on a GPU: ViT-B/16, batch 512, bf16, compiled
-    python benchmarks/methods.py --tiny         # a minute on a CPU: shows that it works, measures nothing
+    python benchmarks/methods.py                # on a GPU: ViT-B/16, batch 512, bf16, compiled block by block
+    python benchmarks/methods.py --compile auto --only flip powerclip    # as training compiles: a minute more a method
+    python benchmarks/methods.py --tiny         # seconds on a CPU: shows that it works, measures nothing
 
 A step is what training does: towers, loss, gradient, AdamW and what the method does after it; the batch lies on the
-device already. Methods take turns, so that a clock that slows down slows all of them. Writes a JSON file and a Markdown
-table, beside what the paper's Table 13 says of an epoch.
+device already. Methods take turns, so that a clock that slows down slows all of them: CLIP and a method as soon as that
+is compiled, then all of them in rounds. Writes a JSON file and a Markdown table, beside what the paper's Table 13 says
+of an epoch; anew after every turn of all, so that a run that is ended leaves what it measured. A method that fails or
+does not fit is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import signal
+import statistics
+import sys
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from alignment import failure
+from measure import RESULTS, Measurement, markdown, origin, write_result
 
 from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
@@ -39,40 +49,136 @@ TINY = (
 )
 
 
+@dataclass
+class Entry:
+    """A method of the comparison."""
+
+    method: Method | None = None  # None: not made
+    clips: list[Measurement] = field(default_factory=list)  # CLIP's of the same turns
+    note: str = ""  # why it takes no turns, or no more
+
+    @property
+    def times(self) -> list[Measurement]:
+        return self.method.times if self.method else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, two repetitions, not compiled")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--compile", default="auto", help="auto, always, blocks or never")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=10, help="steps of a method in each round")
+    parser.add_argument("--compile", default="blocks", help="auto, always, blocks or never")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all, after each method's first beside CLIP")
+    parser.add_argument("--repeats", type=int, default=6, help="steps of a method in each turn")
     parser.add_argument("--only", nargs="*", choices=OBJECTIVES, default=OBJECTIVES, help="methods beside clip")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin to compile no method later than this")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.batch, arguments.rounds, arguments.repeats = 8, 2, 2
-    device = torch.device(arguments.device)
-    methods: dict[str, Method] = {}
-    batch = None
-    for name in dict.fromkeys(["clip", *arguments.only]):
-        methods[name] = made(name, arguments)
-        if batch is None:
-            encoder, recipe = methods[name].state.encoder, methods[name].recipe
-            batch = make_loader(recipe, encoder, compiled=not arguments.tiny).batch(0).to(device)
-        began = time.perf_counter()
+        arguments.batch, arguments.rounds, arguments.repeats, arguments.compile = 8, 2, 2, "never"
+    # Ended by a time limit it writes what it has, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    comparison = Comparison(arguments)
+    try:
+        comparison.run(dict.fromkeys(["clip", *arguments.only]))
+    finally:
+        print(f"\n{comparison.write()}")
+
+
+class Comparison:
+    """The methods, their times so far, and why some have none."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.entries: dict[str, Entry] = {}
+        self.batch: Batch | None = None
+        self._made = origin()
+
+    def run(self, names: dict[str, None]) -> None:
+        began = time.monotonic()
+        for name in names:
+            self.entries[name] = Entry(note="left out: ended before")
+        for name in names:
+            if time.monotonic() - began > self.arguments.seconds:
+                self.entries[name].note = f"left out: {self.arguments.seconds:g} s were over"
+                continue
+            self.prepare(name)
+            self.take_turn(dict.fromkeys(["clip", name]))
+        for _ in range(self.arguments.rounds):
+            self.take_turn(names)
+
+    def prepare(self, name: str) -> None:
+        """Build and compile a method."""
+        entry, began = self.entries[name], time.perf_counter()
+        try:
+            entry.method, entry.note = self._ready(name), ""
+        except Exception as problem:
+            entry.note = failure(problem)
+        self._release(entry)
+        print(f"{name:10} {entry.note or f'ready after {time.perf_counter() - began:.0f} s'}", flush=True)
+
+    def _ready(self, name: str) -> Method:
+        method = made(name, self.arguments)
+        if self.batch is None:  # the first method makes it; all methods get the same
+            loader = make_loader(method.recipe, method.state.encoder, compiled=self.arguments.compile != "never")
+            self.batch = loader.batch(0).to(method.state.device)
         for _ in range(2):  # the first step compiles, the second finds out whether once was enough
-            methods[name].step(batch)
-        print(f"{name:10} ready after {time.perf_counter() - began:.0f} s", flush=True)
-    assert batch is not None
-    take_turns(
-        methods,
-        batch,
-        arguments.rounds,
-        arguments.repeats,
-        lambda name, found: print(f"{name:10} {found.ms:9.2f} ms", flush=True),
-    )
-    write(methods, batch, arguments)
+            method.step(self.batch)
+        return method
+
+    def take_turn(self, names: dict[str, None]) -> None:
+        """Some steps of each that is able to; then all that is known is written."""
+        clip = None  # CLIP's time of this turn
+        for name in names:
+            entry = self.entries[name]
+            if entry.note or entry.method is None or self.batch is None:
+                continue
+            try:
+                take_turns({name: entry.method}, self.batch, 1, self.arguments.repeats)
+            except Exception as problem:
+                entry.note = failure(problem)
+                self._release(entry)
+                print(f"{name:10} {entry.note}", flush=True)
+                continue
+            clip = entry.times[-1] if name == "clip" else clip
+            if clip is not None:
+                entry.clips.append(clip)
+            print(f"{name:10} {entry.times[-1].ms:9.2f} ms", flush=True)
+        self.write()
+
+    def _release(self, entry: Entry) -> None:
+        """Give back memory that the next method may need in pieces of other sizes."""
+        if entry.note and entry.method is not None:
+            entry.method.state.optimizer.zero_grad(set_to_none=True)
+        if torch.device(self.arguments.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+    def rows(self) -> list[dict[str, Any]]:
+        clip = self.entries["clip"].method
+        rows = []
+        for name, entry in self.entries.items():
+            row: dict[str, Any] = {"method": name, "ms": None, "relative": None, "smallest": None, "largest": None}
+            row |= {"gib": None, "paper": None, "turns": len(entry.times)}
+            if entry.method and clip and entry.clips:
+                # CLIP may have failed in a later turn.
+                beside = replace(entry.method, times=entry.times[: len(entry.clips)])
+                row |= beside_clip({"clip": replace(clip, times=entry.clips), name: beside})[-1]
+            elif entry.times:
+                row["ms"] = statistics.median(found.ms for found in entry.times)
+            rows.append({**row, "target": TARGET.get(name), "note": entry.note})
+        return rows
+
+    def write(self) -> str:
+        """Write what is known; gives the table."""
+        arguments, data = self.arguments, self.rows()
+        model = "a tiny model: the times mean nothing" if arguments.tiny else "ViT-B/16"
+        about = f"{model}, batch {arguments.batch}, compile: {arguments.compile}"
+        if self.batch is not None:
+            about += f", captions of {self.batch.tokens.shape[1]} tokens"
+        text = f"# Step time of every method\n\n{about}\n\n{markdown([cells(row) for row in data], HEADS)}"
+        name = "methods-tiny" if arguments.tiny else f"methods-{arguments.device.split(':')[0]}"
+        path = write_result(arguments.output, name, self._made, {"about": about, "rows": data}, text)
+        return f"{text}\n\n{path}.md"
 
 
 def made(name: str, arguments: argparse.Namespace) -> Method:
@@ -83,31 +189,27 @@ def made(name: str, arguments: argparse.Namespace) -> Method:
         settings=settings,
         batch=arguments.batch,
         device=arguments.device,
-        compile="never" if arguments.tiny else arguments.compile,
+        compile=arguments.compile,
     )
     return Method.of(parse_recipe(text, "benchmarks/methods.py"))
 
 
-def write(methods: dict[str, Method], batch: Batch, arguments: argparse.Namespace) -> None:
-    data = [{**row, "target": TARGET.get(row["method"])} for row in beside_clip(methods)]
-    rows = [
-        [
-            row["method"],
-            f"{row['ms']:.1f}",
-            f"{row['relative']:.3f} ({row['smallest']:.3f} … {row['largest']:.3f})",
-            "–" if row["gib"] is None else f"{row['gib']:.1f}",
-            row["paper"] or "–",
-            row["target"] or "–",
-        ]
-        for row in data
+HEADS = ["method", "ms a step", "× CLIP (of the turns)", "GiB", "paper, × CLIP an epoch", "target", "note"]
+
+
+def cells(row: dict[str, Any]) -> list[object]:
+    relative = "–"
+    if row["relative"] is not None:
+        relative = f"{row['relative']:.3f} ({row['smallest']:.3f} … {row['largest']:.3f})"
+    return [
+        row["method"],
+        "–" if row["ms"] is None else f"{row['ms']:.1f}",
+        relative,
+        "–" if row["gib"] is None else f"{row['gib']:.1f}",
+        row["paper"] or "–",
+        row["target"] or "–",
+        row["note"],
     ]
-    heads = ["method", "ms a step", "× CLIP (of the rounds)", "GiB", "paper, × CLIP an epoch", "target"]
-    model = "a tiny model: the times mean nothing" if arguments.tiny else "ViT-B/16"
-    about = f"{model}, batch {arguments.batch}, captions of {batch.tokens.shape[1]} tokens"
-    text = f"# Step time of every method\n\n{about}\n\n{markdown(rows, heads)}"
-    name = "methods-tiny" if arguments.tiny else f"methods-{arguments.device.split(':')[0]}"
-    path = write_result(arguments.output, name, origin(), {"about": about, "rows": data}, text)
-    print(f"\n{text}\n\n{path}.md")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def _contrast(
     if config.negatives == "all":
         scores = score_all(regions, nodes, segments, config)
         positive, row, column = scores.diagonal(), off_diagonal(scores), off_diagonal(scores.T)
-    elif differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, count):
+    elif differentiates_all(regions, nodes, config, k) or counts_nearly_all(config, k, count):
         scores = score_all(regions, nodes, segments, config)
         positive = scores.diagonal()
         if config.negatives == "semi_hard":

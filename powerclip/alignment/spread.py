@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
@@ -23,6 +24,8 @@ from powerclip.ranks import Ranks
 
 # Scores without a gradient are made in blocks of images: 64 MB each.
 BLOCK_ELEMENTS = 2**24
+# Longest list of captions' negatives on all ranks, of which only ours count: 128 MB of similarities, K = 12 and M = 10.
+MOST_LISTED = 2**18
 
 
 def spread_contrast(
@@ -74,7 +77,7 @@ def _against_hardest(
     count, total = len(own), len(segments)
     first = ranks.rows(count).start
     worst: Tensor | None = None
-    whole = differentiates_all(regions, nodes, config) or counts_nearly_all(config, k, total)
+    whole = differentiates_all(regions, nodes, config, k) or counts_nearly_all(config, k, total)
     scores = score_all(regions, nodes, segments, config) if whole else None
     with torch.no_grad():
         if config.negatives == "semi_hard":
@@ -89,13 +92,18 @@ def _against_hardest(
         found = scores.T.gather(1, torch.where(ours, hard_images - first, 0))
         column = torch.where(ours, found, 0.0)
     else:
-        caption, place = ours.nonzero(as_tuple=True)
-        image = torch.cat([own, own.repeat_interleave(k), hard_images[caption, place] - first])
-        captions = torch.cat([own + first, hard_captions.flatten(), caption])
-        chosen = score_pairs(regions, nodes, segments, image, captions, config)
-        positive, row, found = chosen.split([count, count * k, len(caption)])
-        row = row.view(count, k)
-        column = found.new_zeros(total, k).index_put((caption, place), found)
+        image = torch.where(ours, hard_images - first, -1).flatten()
+        caption = torch.arange(total, device=own.device).repeat_interleave(k)
+        # Kernels skip what is not ours. Leaving it out would ask the GPU for a number, and the host would wait.
+        skips = choose(config, regions.device) == "triton" and len(image) <= MOST_LISTED
+        listed = slice(None) if skips else ours.flatten().nonzero().squeeze(-1)
+        images = torch.cat([own, own.repeat_interleave(k), image[listed]])
+        captions = torch.cat([own + first, hard_captions.flatten(), caption[listed]])
+        chosen = score_pairs(regions, nodes, segments, images, captions, config)
+        positive, row = chosen[:count], chosen[count : count + count * k].view(count, k)
+        column = chosen.new_zeros(len(image))
+        column[listed] = chosen[count + count * k :]
+        column = column.view(total, k)
     # Each place of a caption's k hardest is filled by one rank: the sum over ranks has them all.
     column = ranks.sum(column)[ranks.rows(count)]
     worst = row.detach().amax(-1) if worst is None else worst

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,21 +79,31 @@ class DualEncoder(nn.Module):
         Without `dense` there are no patches and no words, and what only they need is not computed.
         Without a selector, a model configured with patch dropout drops patches at random while it trains.
         """
+        of_images = self.image_features(images, selector, dense=dense)
+        text, words = self.encode_words(tokens, dense=dense)
+        return Features(**of_images, text=text, words=words, **self.scales())
+
+    def image_features(
+        self, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True
+    ) -> dict[str, Any]:
+        """The fields of `Features` that the image tower gives."""
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
         pooled, patches, selection = walk_image(self.clip.visual, images, selector, dense=dense)
-        text, words = self.encode_words(tokens, dense=dense)
+        return {
+            "image": self._image_embedding(pooled),
+            "patches": project(patches, self.clip.visual.proj),
+            "kept": None if selection is None else selection.kept,
+            "shown": None if selection is None else selection.shown,
+        }
+
+    def scales(self) -> dict[str, Any]:
+        """The fields of `Features` that belong to no tower."""
         bias = self.clip.logit_bias
-        return Features(
-            image=self._image_embedding(pooled),
-            patches=project(patches, self.clip.visual.proj),
-            text=text,
-            words=words,
-            logit_scale=self.clip.logit_scale.exp().reshape(()),
-            logit_bias=None if bias is None else bias.reshape(()),
-            kept=None if selection is None else selection.kept,
-            shown=None if selection is None else selection.shown,
-        )
+        return {
+            "logit_scale": self.clip.logit_scale.exp().reshape(()),
+            "logit_bias": None if bias is None else bias.reshape(()),
+        }
 
     def encode_image(self, images: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of whole images."""
@@ -110,10 +121,7 @@ class DualEncoder(nn.Module):
     def encode_words(self, tokens: Tensor | tuple[Tensor, ...], *, dense: bool = True) -> tuple[Tensor, Tensor]:
         """Normalised global embeddings [C, D] and words [C, L, D] of captions, in one group or in several."""
         if isinstance(tokens, tuple):
-            encoded = [self.encode_words(group, dense=dense) for group in tokens]
-            longest = max(words.shape[1] for _, words in encoded)
-            padded = [F.pad(words, (0, 0, 0, longest - words.shape[1])) for _, words in encoded]
-            return torch.cat([text for text, _ in encoded]), torch.cat(padded)
+            return join_groups([self.encode_words(group, dense=dense) for group in tokens])
         pooled, words = walk_text(self.clip, tokens, self._pad_id, dense=dense)
         return self._text_embedding(pooled), project(words, text_tower(self.clip).text_projection)
 
@@ -129,3 +137,12 @@ class DualEncoder(nn.Module):
 
     def _text_embedding(self, pooled: Tensor) -> Tensor:
         return F.normalize(project(pooled, text_tower(self.clip).text_projection), dim=-1)
+
+
+def join_groups(groups: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Embeddings [C, D] and words [C, L, D] of several groups of captions as those of one, padded to the longest L."""
+    if len(groups) == 1:
+        return groups[0]
+    longest = max(words.shape[1] for _, words in groups)
+    padded = [F.pad(words, (0, 0, 0, longest - words.shape[1])) for _, words in groups]
+    return torch.cat([text for text, _ in groups]), torch.cat(padded)

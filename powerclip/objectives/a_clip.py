@@ -97,6 +97,7 @@ class AClip(Objective):
     """CLIP's loss of two attentively masked views, and both self-supervised losses."""
 
     dense = False
+    features = TwoViews
 
     def __init__(self, settings: AClipSettings | None = None) -> None:
         super().__init__()
@@ -137,14 +138,10 @@ class AClip(Objective):
         assert noise is not None
         return Plan(crops=shape_crops(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
 
-    def encode(
-        self, encoder: DualEncoder, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
-    ) -> TwoViews:
+    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
         """Make both views, let the teacher choose their patches, and run both through the tower at once."""
         visual, settings = encoder.clip.visual, self.settings
         count = len(images)
-        if plan is None:
-            plan = self.plan_alone(encoder, images)
         assert plan.crops is not None
         with torch.no_grad():
             one, other = plan.crops.unbind(dim=1)
@@ -153,20 +150,16 @@ class AClip(Objective):
             moved = torch.cat([resample_scores(scores, encoder.grid, both, view) for view in (one, other)])
             kept = select_attentive(moved, encoder.grid, settings.keep, settings.cell)
             views = torch.cat([take_crops(images, view) for view in (one, other)])
-        pooled, patches, _ = walk_image(visual, views, lambda context: kept)
+        pooled, patches, _ = walk_image(visual, views, lambda context: kept, dense=self.dense)
         first, second = F.normalize(project(pooled, visual.proj), dim=-1).split(count)
-        text, words = encoder.encode_words(tokens)
-        return TwoViews(
-            image=first,
-            patches=project(patches[:count], visual.proj),
-            text=text,
-            words=words,
-            logit_scale=encoder.clip.logit_scale.exp().reshape(()),
-            kept=kept[:count],
-            second=second,
-            pooled=torch.stack(pooled.split(count), dim=1),
-            seen=seen,
-        )
+        return {
+            "image": first,
+            "patches": project(patches[:count], visual.proj),
+            "kept": kept[:count],
+            "second": second,
+            "pooled": torch.stack(pooled.split(count), dim=1),
+            "seen": seen,
+        }
 
     def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
         """CLIP's loss of both views, SimCLR's between them and BYOL's against the teacher."""

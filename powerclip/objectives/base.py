@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from powerclip.encoders.features import Features
 from powerclip.encoders.vision import dropout_selector
 from powerclip.objectives.plan import Draws, Plan
 from powerclip.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
-    from powerclip.encoders import DualEncoder, Features
+    from powerclip.encoders import DualEncoder
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Objective(nn.Module):
     """
 
     dense = True  # whether the loss looks at patches and words: what it does not need is not kept
+    features: type[Features] = Features  # what `encode` gives
 
     elapsed: Tensor  # share of the run that is done; a tensor, so that compiled towers need not be compiled again
 
@@ -86,7 +89,17 @@ class Objective(nn.Module):
         """
         if plan is None:
             plan = self.plan_alone(encoder, images)
-        return encoder(images, tokens, selector=None if plan.kept is None else plan.select, dense=self.dense)
+        of_images = self.encode_images(encoder, images, plan)
+        return self.join(encoder, of_images, encoder.encode_words(tokens, dense=self.dense))
+
+    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
+        """The image tower's part of `encode`: fields of the features."""
+        return encoder.image_features(images, None if plan.kept is None else plan.select, dense=self.dense)
+
+    def join(self, encoder: DualEncoder, of_images: Mapping[str, Any], of_captions: tuple[Tensor, Tensor]) -> Features:
+        """The features of a batch from what each tower gave."""
+        text, words = of_captions
+        return self.features(**of_images, text=text, words=words, **encoder.scales())
 
     def plan_alone(self, encoder: DualEncoder, images: Tensor) -> Plan:
         """A plan for images that are the whole batch, drawn with torch's own generator."""

@@ -108,7 +108,8 @@ class TrainSection:
     seed: int = 0  # of the weights and the regions; the scenes have data.seed
     device: str = "auto"  # auto: a GPU when there is one
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
-    # The towers: as a whole, or each block by itself, which is there in a quarter of the time; auto: whole, on a GPU
+    # The towers: as a whole, or each block by itself, which is there in a quarter of the time; auto: whole, on a GPU,
+    # and replayed as CUDA graphs where one process takes whole batches
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
     accumulate: int = 1  # parts in which each rank's share of a batch goes through the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory

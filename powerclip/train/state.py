@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from powerclip.encoders import DualEncoder, build
+from powerclip.encoders.self_attention import attend_without_copies
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.ranks import ALONE, Ranks
@@ -78,13 +79,10 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
     device = choose_device(settings.device, ranks)
-    # cuDNN's attention may give NaN gradients in bf16 on Hopper from torch 2.11 on (pytorch issue 196678): with a mask,
-    # as the text tower has one, at some lengths, when the logits are low. One of 22 runs on an H200 ended in NaN, and
-    # this is the only cause that we know of.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     random.seed(settings.seed)
     torch.manual_seed(settings.seed)
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
+    attend_without_copies(encoder)
     if settings.checkpoint_activations:
         encoder.clip.set_grad_checkpointing(True)
     if encoder.clip.logit_bias is not None:
@@ -95,7 +93,8 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     objective.to(device).train()
     sharded = settings.sharding == "full" and not ranks.alone
     by_blocks = sharded or settings.compile == "blocks"
-    bare = Towers(settings, objective, encoder, sharded=sharded)
+    graphs = settings.compile == "auto" and device.type == "cuda" and ranks.alone and settings.accumulate == 1
+    bare = Towers(settings, objective, encoder, sharded=sharded, graphs=graphs)
     towers: nn.Module = bare
     if by_blocks and is_compiled(settings, device):
         compile_blocks(encoder)

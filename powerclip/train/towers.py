@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from powerclip.encoders.dual import join_groups
 from powerclip.encoders.text import text_tower
 from powerclip.objectives import Objective, encode
 from powerclip.objectives.plan import Plan
@@ -42,18 +43,51 @@ def run_towers(
     plan: Plan | None = None,
     *,
     compiled: bool | None = None,
+    graphs: bool = False,
 ) -> Features:
     """The features of a batch as `objective` needs them; compiled as the settings say unless told otherwise."""
     device = images.device
-    run = compiled_encode() if (is_compiled(settings, device) if compiled is None else compiled) else encode
+    compiled = is_compiled(settings, device) if compiled is None else compiled
+    run = compiled_encode(graphs=graphs) if compiled else encode
     with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16(settings, device)):
         return run(objective, encoder, images, tokens, plan)
 
 
 @cache
-def compiled_encode(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Features]:
-    """`encode`, compiled once for a process: later runs with towers of the same structure find it warm."""
-    return _compile(encode, backend)
+def compiled_encode(backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> Callable[..., Features]:
+    """`encode`, compiled once for a process: later runs with towers of the same structure find it warm.
+
+    The towers are compiled apart, so that captions of a new length cost the text tower's compilation alone. As CUDA
+    `graphs` they are replayed, one for each shape: the host launches a few things instead of thousands. Their results
+    must be used before the next step overwrites them.
+    """
+    mode = "reduce-overhead" if graphs else None
+    of_images, of_captions = _compile(encode_images, backend, mode), _compile(encode_captions, backend, mode)
+
+    def run(
+        objective: Objective,
+        encoder: DualEncoder,
+        images: Tensor,
+        tokens: Tensor | tuple[Tensor, ...],
+        plan: Plan | None = None,
+    ) -> Features:
+        plan = objective.plan_alone(encoder, images) if plan is None else plan
+        groups = tokens if isinstance(tokens, tuple) else (tokens,)
+        fields = of_images(objective, encoder, images, plan)
+        captions = [of_captions(encoder, group, objective.dense) for group in groups]
+        return objective.join(encoder, fields, join_groups(captions))
+
+    return run
+
+
+def encode_images(objective: Objective, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
+    """`objective.encode_images` as a function: with both as arguments, what is compiled for one pair fits the next."""
+    return objective.encode_images(encoder, images, plan)
+
+
+def encode_captions(encoder: DualEncoder, tokens: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
+    """`encoder.encode_words` as a function."""
+    return encoder.encode_words(tokens, dense=dense)
 
 
 @cache
@@ -78,12 +112,21 @@ class Towers(nn.Module):
         encoder: what is run.
         sharded: its weights are spread over ranks; then blocks are compiled one by one, as weights come and go between
             them.
+        graphs: what is compiled is replayed as CUDA graphs. For one forward and one backward pass a step, unwrapped.
     """
 
-    def __init__(self, settings: TrainSection, objective: Objective, encoder: DualEncoder, *, sharded: bool = False):
+    def __init__(
+        self,
+        settings: TrainSection,
+        objective: Objective,
+        encoder: DualEncoder,
+        *,
+        sharded: bool = False,
+        graphs: bool = False,
+    ):
         super().__init__()
         self.encoder = encoder
-        self._settings, self._sharded = settings, sharded
+        self._settings, self._sharded, self._graphs = settings, sharded, graphs
         self._objective = (objective,)  # in a tuple: nn.Module would make it a part
 
     def forward(
@@ -92,7 +135,10 @@ class Towers(nn.Module):
         """The class of the features and its fields: wrappers look for tensors in plain containers only."""
         by_blocks = self._sharded or self._settings.compile == "blocks"
         compiled = is_compiled(self._settings, images.device) and not by_blocks
-        features = run_towers(self._settings, self._objective[0], self.encoder, images, tokens, plan, compiled=compiled)
+        graphs = self._graphs and torch.is_grad_enabled()
+        features = run_towers(
+            self._settings, self._objective[0], self.encoder, images, tokens, plan, compiled=compiled, graphs=graphs
+        )
         fields = vars(features)
         if self._sharded:
             # FSDP hangs its hooks on what is returned, and they would not survive a change of what a view shows.
@@ -123,9 +169,11 @@ def compile_blocks(encoder: DualEncoder) -> None:
         block.compile(dynamic=False)
 
 
-def _compile(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+def _compile(
+    function: Callable[..., Any], backend: str | Callable[..., Any], mode: str | None = None
+) -> Callable[..., Any]:
     _raise_limit()
-    return torch.compile(function, dynamic=False, backend=backend)
+    return torch.compile(function, dynamic=False, backend=backend, mode=mode)
 
 
 def _raise_limit() -> None:

@@ -2,19 +2,24 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(name: str, folder: Path) -> dict:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", "--output", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def run(name: str, folder: Path, *options: str) -> dict:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", "--output", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     (result,) = folder.glob("*.json")
     return json.loads(result.read_text())
@@ -31,6 +36,62 @@ def test_alignment_measures_every_backend_that_is_there_and_says_why_others_are_
     assert any(row["what"] == "monte carlo" and row["ms"] for row in rows)
     assert list(tmp_path.glob("*.png"))
     assert "| nla | torch | float32 |" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_alignment_begins_no_row_when_its_time_is_over(tmp_path):
+    rows = run("alignment", tmp_path, "--seconds", "0")["rows"]
+    assert {row["note"] for row in rows} == {"left out: no time", "needs a GPU", "too slow"}
+    assert not any(row["ms"] or row["target"] for row in rows)
+
+
+@pytest.fixture
+def alignment(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import alignment
+
+    return alignment
+
+
+def test_a_way_to_score_that_fails_is_a_row_with_a_note(alignment):
+    row, cpu = alignment.Row("M", "exact", "torch", "float32", alignment.BASE), torch.device("cpu")
+
+    def fail(problem: Exception) -> alignment.Row:
+        def run() -> None:
+            raise problem
+
+        return alignment.timed(row, run, None, cpu, 2)
+
+    assert fail(torch.OutOfMemoryError("CUDA out of memory. Tried …")).note == "out of memory"
+    note = fail(ValueError("a | b " + 100 * "x" + "\nmore")).note
+    assert note.startswith("ValueError: a / b xxx")
+    assert len(note) == 80
+
+
+def test_rows_are_held_against_their_targets_and_the_bare_product(alignment):
+    base = alignment.BASE
+
+    def judged(what: str, dtype: str, ms: float | None, regions: int = 10) -> alignment.Row:
+        size = replace(base, regions=regions)
+        bare = alignment.Row("M", "gemm", "torch", "bf16", size, ms=0.4)
+        return alignment.judged(alignment.Row("M", what, "triton", dtype, size, ms=ms), bare)
+
+    fused = judged("nla", "bfloat16", 0.5)
+    assert (fused.gemm_share, fused.target) == (0.8, "≥ 50 % of gemm: met")
+    assert judged("nla", "bfloat16", 1.0).target == "≥ 50 % of gemm: missed"
+    assert judged("exact", "float32", 6.0).target == "≤ 5 ms: missed"
+    assert judged("exact", "float32", 80.0, regions=14).target == "runs: met"
+    assert judged("exact", "float32", None, regions=14).target == "runs: missed"
+    assert judged("nla", "float32", 1.0).target == ""
+
+
+def test_tuning_needs_a_gpu_and_tries_each_setting_of_the_kernel_once(alignment):
+    command = [sys.executable, str(BENCHMARKS / "alignment.py"), "--tune"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, "TRITON_INTERPRET": "0"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("--tune: triton ")
+    assert len(set(alignment.TUNED)) == len(alignment.TUNED) < 24
+    kernel = (BENCHMARKS.parent / "powerclip/alignment/kernels/nla_score.py").read_text()
+    assert all(name in kernel for name in alignment.Launch._fields)
 
 
 def test_step_compares_open_clip_with_ours(tmp_path):
@@ -54,9 +115,44 @@ def test_methods_are_measured_beside_clip_and_the_paper(tmp_path):
     assert len(rows) == 8
     assert rows["clip"]["relative"] == 1
     assert (rows["filip"]["paper"], rows["flip"]["target"]) == (1.41, 0.6)
+    assert all(row["turns"] >= 3 and not row["note"] for row in rows.values())
 
 
-@pytest.mark.parametrize("name", ["alignment", "step"])
+def test_methods_that_are_not_begun_in_time_are_left_out(tmp_path):
+    rows = run("methods", tmp_path, "--only", "flip", "--seconds", "0")["rows"]
+    assert {row["method"]: row["note"] for row in rows} == dict.fromkeys(("clip", "flip"), "left out: 0 s were over")
+
+
+def test_a_method_that_fails_is_a_row_and_what_was_measured_stays_when_the_run_is_ended(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import methods
+
+    made = methods.made
+
+    def sometimes(name, arguments):
+        if name == "flip":
+            raise torch.OutOfMemoryError
+        if name == "filip":
+            raise KeyboardInterrupt
+        return made(name, arguments)
+
+    monkeypatch.setattr(methods, "made", sometimes)
+    command = ["methods.py", "--tiny", "--device", "cpu", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--only", "flip", "sparc", "filip"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            methods.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (result,) = tmp_path.glob("*.json")
+    rows = {row["method"]: row for row in json.loads(result.read_text())["rows"]}
+    assert rows["flip"]["note"] == "out of memory"
+    assert rows["sparc"]["relative"] > 0
+    assert rows["filip"]["note"] == "left out: ended before"
+
+
+@pytest.mark.parametrize("name", ["alignment", "methods", "step"])
 def test_help_shows_the_commands(name):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=True

@@ -55,3 +55,21 @@ def test_towers_are_compiled_once_for_all_runs_of_one_structure(tmp_path):
             first = counter.frame_count
     assert first > 0
     assert counter.frame_count == first
+
+
+def test_a_new_caption_length_compiles_the_text_tower_alone(tmp_path):
+    counter = CompileCounter()
+    compiled = compiled_encode(counter)
+    recipe = tiny(tmp_path)
+    state = start(recipe)
+    batch = make_loader(recipe, state.encoder, compiled=True).batch(0)
+    whole = torch.nn.functional.pad(batch.tokens, (0, 40 - batch.tokens.shape[1]))
+    half = len(whole) // 2
+    expected = encode(state.objective, state.encoder, batch.images, whole)
+    counts = []
+    for tokens in (whole, (whole[:half, :32], whole[half:])):
+        found = compiled(state.objective, state.encoder, batch.images, tokens)
+        assert torch.allclose(found.image, expected.image, atol=1e-5)
+        assert torch.allclose(found.text, expected.text, atol=1e-5)
+        counts.append(counter.frame_count)
+    assert counts == [2, 4]  # both towers, then the text tower for two shapes of captions

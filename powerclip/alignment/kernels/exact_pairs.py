@@ -22,7 +22,7 @@ TILE_SETS = 1024
 
 
 def exact_pairs(q: Tensor, lengths: Tensor, *, empty_set: bool) -> Tensor:
-    """Eq. 6 [n] of similarities q [n, K, M], of which a pair's first `lengths[i]` rows are nodes."""
+    """Eq. 6 [n] of similarities q [n, K, M], of which a pair's first `lengths[i]` rows are nodes; 0 where none is."""
     return _ExactPairs.apply(q, lengths, empty_set)
 
 
@@ -62,7 +62,8 @@ def _mean_of_best(
     length = tl.load(lengths + pair)
     first = pair * longest * M
     total = tl.zeros((TILE_S,), tl.float32)
-    for start in range(0, 1 << M, TILE_S):
+    # Where there are no nodes, the sum is over no sets.
+    for start in range(0, tl.where(length > 0, 1 << M, 0), TILE_S):
         sets = start + tl.arange(0, TILE_S)
         best = _sums(q + first, sets, M, TILE_S)
         tied = tl.full((TILE_S,), 1.0, tl.float32)

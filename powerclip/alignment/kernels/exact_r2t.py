@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.recompute import whole_tiles
 from powerclip.alignment.kernels.split import similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import MOST_ENUMERATED
@@ -43,7 +44,7 @@ def exact_score(regions: Tensor, nodes: Tensor, segments: Segments, config: Alig
             "take fewer regions or alignment.aggregation: nla"
         )
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    blocks = regions.split(max(1, BLOCK_ELEMENTS // (len(nodes) * count)))
+    blocks = regions.split(whole_tiles(BLOCK_ELEMENTS // (len(nodes) * count), TILE_IMAGES))
     return torch.cat([_score_block(block, nodes, offsets, config) for block in blocks])
 
 

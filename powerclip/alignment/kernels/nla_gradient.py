@@ -28,7 +28,7 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.nla_score import FAR, add_region, log_powerset, nla_score
-from powerclip.alignment.kernels.recompute import Way, recompute
+from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
 from powerclip.alignment.kernels.split import by_region, halves, product_of_halves, similarities
 from powerclip.alignment.ragged import Segments
 
@@ -39,10 +39,11 @@ BLOCK_ELEMENTS = 2**27
 
 
 def nla_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], with a gradient."""
+    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]; with a gradient where asked."""
     if keeps_similarities(regions, nodes):
         return _Scores.apply(regions, nodes, segments, config)
-    way = Way(nla_score, _gradient_block, max(1, BLOCK_ELEMENTS // (len(nodes) * regions.shape[1])))
+    block = whole_tiles(BLOCK_ELEMENTS // (len(nodes) * regions.shape[1]), TILE_IMAGES)
+    way = Way(nla_score, _gradient_block, block)
     return recompute(regions, nodes, segments, config, way)
 
 

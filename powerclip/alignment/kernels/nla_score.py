@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.recompute import whole_tiles
 from powerclip.alignment.kernels.split import split_pair
 from powerclip.alignment.ragged import Segments
 
@@ -55,7 +56,7 @@ def nla_score(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
         regions, nodes = regions.float(), nodes.float()
     nodes = nodes.contiguous()
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    blocks = regions.split(max(TILE_IMAGES, BLOCK_ELEMENTS // len(nodes)))
+    blocks = regions.split(whole_tiles(BLOCK_ELEMENTS // len(nodes), TILE_IMAGES))
     return torch.cat([_score_block(block.contiguous(), nodes, offsets, config) for block in blocks])
 
 

@@ -1,8 +1,10 @@
 """Similarities of chosen pairs, image with caption, and their gradient, in Triton.
 
 Gathering the nodes of every chosen caption would copy them once for each pair, and summing their gradients back would
-sort a million rows. Here a program owns a pair and reads what it needs where it lies; in the backward a program owns an
-image, or a caption, and goes through the pairs that it is in, in their order: nothing is added by two programs.
+sort a million rows. Here a program owns a pair and reads what it needs where it lies. In the backward a program owns an
+image, or a caption, and goes through the first pairs that it is in. Few are in many: a hub may be the hardest negative
+of hundreds. Its further pairs go to programs of their own, PIECE to each, and a second pass adds what those have found:
+always the same numbers in the same order.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -12,6 +14,7 @@ Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one ·
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +27,17 @@ from powerclip.alignment.ragged import Segments
 
 TILE_WIDTH = 64
 SMALLEST = 16  # side of a matrix that tensor cores multiply
+# Most pairs of one program of the backward. What further pieces have found takes n/PIECE times M·D, or K·D, numbers: at
+# a width of 512 about as many as q, n times K·M.
+PIECE = 64
+TOGETHER = 64  # rows of several pairs that one product sums over
 
 
 def pairs(regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor) -> Tensor:
     """⟨φ_m, p_B⟩ [n, K, M] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D].
 
-    Rows behind a caption's last node are zero.
+    Rows behind a caption's last node are zero. Where `image[i]` is −1 there is no pair: all rows are zero, none sends a
+    gradient, and next to no time is spent. So a list can be as long as it may become, and the GPU need not be asked.
     """
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
     return _Pairs.apply(regions.float(), nodes.float(), offsets, image, caption, segments.longest)
@@ -59,23 +67,73 @@ class _Pairs(torch.autograd.Function):
         regions, nodes, offsets, image, caption = ctx.saved_tensors
         of_q = gradients[0].contiguous()
         longest, count, width = *of_q.shape[1:], nodes.shape[1]
-        of_regions, of_nodes = torch.empty_like(regions), torch.empty_like(nodes)
-        sizes = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH}
-        chunks = triton.cdiv(width, TILE_WIDTH)
-        common = (offsets, image, caption)
-        _to_regions[(len(regions), chunks)](
-            of_q, nodes, *common, *_grouped(image, len(regions)), of_regions, longest, count, width, **sizes
-        )
-        _to_nodes[(len(offsets) - 1, chunks)](
-            of_q, regions, *common, *_grouped(caption, len(offsets) - 1), of_nodes, longest, count, width, **sizes
-        )
-        return of_regions, of_nodes, None, None, None, None
+        caption = torch.where(image < 0, -1, caption)
+        images = _Side(image, torch.arange(len(regions) + 1, device=image.device) * count, count, 1)
+        captions = _Side(caption, offsets, longest, count)
+        of_regions = _sum_products(of_q, images, captions, nodes, len(regions) * count)
+        of_nodes = _sum_products(of_q, captions, images, regions.view(-1, width), len(nodes))
+        return of_regions.view_as(regions), of_nodes, None, None, None, None
 
 
-def _grouped(owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their owners [n], and where each owner's begin [owners + 1]."""
+@dataclass(frozen=True)
+class _Side:
+    """One of the two that a pair is made of: images with their regions, or captions with their nodes."""
+
+    owner: Tensor  # [n] who it is; −1 where there is no pair
+    offsets: Tensor  # [owners + 1] where an owner's vectors begin
+    longest: int  # most vectors of an owner: M or K
+    stride: int  # between its vectors in q
+
+
+def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows: int) -> Tensor:
+    """The gradient [rows, D] of one side's vectors: over its pairs, the sum of ∂q times the other side's vectors."""
+    owners, width = len(side.offsets) - 1, vectors.shape[1]
+    order, starts, further, extra = _pieces(side.owner, owners)
+    chunks = triton.cdiv(width, TILE_WIDTH)
+    # The sums of further pieces lie behind the gradient.
+    found = torch.empty(rows + len(extra) * side.longest, width, device=vectors.device)
+    depth = triton.next_power_of_2(other.longest)
+    _piece_sums[(owners + len(extra), chunks)](
+        of_q,
+        vectors,
+        other.owner,
+        other.offsets,
+        side.offsets,
+        order,
+        starts,
+        further,
+        extra,
+        found,
+        owners,
+        rows,
+        width,
+        of_q.shape[1] * of_q.shape[2],
+        side.longest,
+        side.stride,
+        other.stride,
+        PIECE=PIECE,
+        TILE_A=tile(side.longest),
+        TILE_B=depth,
+        TOGETHER=max(TOGETHER, depth),
+        TILE_D=TILE_WIDTH,
+    )
+    if len(extra):
+        sizes = {"TILE_A": tile(side.longest), "TILE_D": TILE_WIDTH}
+        _add_pieces[(owners, chunks)](side.offsets, further, found, rows, width, side.longest, **sizes)
+    return found[:rows]
+
+
+def _pieces(owner: Tensor, owners: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How the pairs are divided among programs, each owner's first PIECE and each further PIECE.
+
+    Pairs in the order of their owners [n], those of none first; where each owner's begin [owners + 1]; the number of
+    its first further piece [owners + 1]; the owner of each further piece [n / PIECE], `owners` where there are fewer.
+    """
     ordered, order = owner.sort(stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(owners + 1, device=owner.device))
+    starts = torch.searchsorted(ordered, torch.arange(owners + 1, device=owner.device))
+    further = F.pad(((starts.diff() - 1).clamp(min=0) // PIECE).cumsum(0), (1, 0))
+    pieces = torch.arange(len(owner) // PIECE, device=owner.device)
+    return order, starts, further, torch.searchsorted(further, pieces, right=True) - 1
 
 
 @triton.jit
@@ -83,7 +141,7 @@ def _similarities(
     regions,  # [B, M, D]
     nodes,  # [T, D]
     offsets,  # [captions + 1]
-    image,  # [n]
+    image,  # [n], −1 where there is no pair
     caption,  # [n]
     q,  # [n, K, M]
     longest,
@@ -99,7 +157,8 @@ def _similarities(
     length = tl.load(offsets + of_caption + 1) - first
     k, m, place = tl.arange(0, TILE_K), tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     total = tl.zeros((TILE_K, TILE_M), tl.float32)
-    for start in range(0, width, TILE_D):
+    # Where there is no pair the sum is over nothing.
+    for start in range(0, tl.where(of_image < 0, 0, width), TILE_D):
         inside = start + place < width
         left = tl.load(
             nodes + (first + k)[:, None] * width + (start + place)[None, :],
@@ -117,80 +176,91 @@ def _similarities(
 
 
 @triton.jit
-def _to_regions(
+def _piece_sums(
     of_q,  # [n, K, M]
-    nodes,  # [T, D]
-    offsets,
-    image,
-    caption,
-    order,  # [n] pairs, those of an image side by side
-    starts,  # [B + 1] where an image's begin
-    of_regions,  # [B, M, D]
-    longest,
-    count,
+    vectors,  # [others' rows, D]
+    other,  # [n] whose vectors a pair multiplies
+    other_offsets,  # [others + 1]
+    offsets,  # [owners + 1]
+    order,  # [n] pairs, those of an owner side by side
+    starts,  # [owners + 1] where an owner's begin
+    further,  # [owners + 1] the number of its first further piece
+    extra,  # [n / PIECE] the owner of a further piece
+    found,  # [rows + n / PIECE · longest, D]
+    owners,
+    rows,
     width,
-    TILE_K: tl.constexpr,
-    TILE_M: tl.constexpr,
+    pair_stride,
+    longest,
+    stride,
+    other_stride,
+    PIECE: tl.constexpr,
+    TILE_A: tl.constexpr,
+    TILE_B: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    owner = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(0).to(tl.int64)
+    owner = piece
+    if piece >= owners:
+        owner = tl.load(extra + piece - owners)
+    if owner == owners:
+        return
+    target = tl.load(offsets + owner)
+    length = tl.load(offsets + owner + 1) - target
+    begin = tl.load(starts + owner)
+    if piece >= owners:
+        target = rows + (piece - owners) * longest
+        begin += (piece - owners - tl.load(further + owner) + 1) * PIECE
+    end = tl.minimum(begin + PIECE, tl.load(starts + owner + 1))
+
     place = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
-    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
     inside = place < width
-    total = tl.zeros((TILE_M, TILE_D), tl.float32)
-    for at in range(tl.load(starts + owner), tl.load(starts + owner + 1)):
-        pair = tl.load(order + at)
-        of_caption = tl.load(caption + pair)
-        first = tl.load(offsets + of_caption)
-        real = k < tl.load(offsets + of_caption + 1) - first
+    a = tl.arange(0, TILE_A)
+    # Several pairs at a time: reading takes longer than multiplying, and so they wait together.
+    nth, b = tl.arange(0, TOGETHER) // TILE_B, tl.arange(0, TOGETHER) % TILE_B
+    total = tl.zeros((TILE_A, TILE_D), tl.float32)
+    for at in range(begin, end, TOGETHER // TILE_B):
+        listed = at + nth < end
+        pair = tl.load(order + at + nth, mask=listed, other=0)
+        partner = tl.load(other + pair, mask=listed, other=0)
+        first = tl.load(other_offsets + partner, mask=listed, other=0)
+        real = b < tl.load(other_offsets + partner + 1, mask=listed, other=0) - first
         slope = tl.load(
-            of_q + (pair * longest + k)[None, :] * count + m[:, None],
-            mask=real[None, :] & (m < count)[:, None],
+            of_q + (pair * pair_stride + b * other_stride)[None, :] + (a * stride)[:, None],
+            mask=real[None, :] & (a < length)[:, None],
             other=0.0,
         )
-        node = tl.load(
-            nodes + (first + k)[:, None] * width + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
+        vector = tl.load(
+            vectors + (first + b)[:, None] * width + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
         )
-        total = tl.dot(slope, node, total, input_precision="tf32x3")
-    where = (owner * count + m)[:, None] * width + place[None, :]
-    tl.store(of_regions + where, total, mask=(m < count)[:, None] & inside[None, :])
+        total = tl.dot(slope, vector, total, input_precision="tf32x3")
+    where = (target + a)[:, None] * width + place[None, :]
+    tl.store(found + where, total, mask=(a < length)[:, None] & inside[None, :])
 
 
 @triton.jit
-def _to_nodes(
-    of_q,  # [n, K, M]
-    regions,  # [B, M, D]
-    offsets,
-    image,
-    caption,
-    order,  # [n] pairs, those of a caption side by side
-    starts,  # [captions + 1] where a caption's begin
-    of_nodes,  # [T, D]
-    longest,
-    count,
+def _add_pieces(
+    offsets,  # [owners + 1]
+    further,  # [owners + 1]
+    found,  # [rows + n / PIECE · longest, D]
+    rows,
     width,
-    TILE_K: tl.constexpr,
-    TILE_M: tl.constexpr,
+    longest,
+    TILE_A: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
     owner = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
-    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
-    inside = place < width
+    begin, end = tl.load(further + owner), tl.load(further + owner + 1)
+    if begin == end:
+        return
     first = tl.load(offsets + owner)
-    real = k < tl.load(offsets + owner + 1) - first
-    total = tl.zeros((TILE_K, TILE_D), tl.float32)
-    for at in range(tl.load(starts + owner), tl.load(starts + owner + 1)):
-        pair = tl.load(order + at)
-        slope = tl.load(
-            of_q + (pair * longest + k)[:, None] * count + m[None, :],
-            mask=real[:, None] & (m < count)[None, :],
-            other=0.0,
-        )
-        region = tl.load(
-            regions + (tl.load(image + pair) * count + m)[:, None] * width + place[None, :],
-            mask=(m < count)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total = tl.dot(slope, region, total, input_precision="tf32x3")
-    tl.store(of_nodes + (first + k)[:, None] * width + place[None, :], total, mask=real[:, None] & inside[None, :])
+    place = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
+    a = tl.arange(0, TILE_A)
+    there = (a < tl.load(offsets + owner + 1) - first)[:, None] & (place < width)[None, :]
+    where = found + (first + a)[:, None] * width + place[None, :]
+    total = tl.load(where, mask=there, other=0.0)
+    for piece in range(begin, end):
+        target = rows + piece * longest
+        total += tl.load(found + (target + a)[:, None] * width + place[None, :], mask=there, other=0.0)
+    tl.store(where, total, mask=there)

@@ -35,9 +35,9 @@ def test_long_captions_and_more_regions_than_fit_registers_at_once(name):
 
 
 def test_blocks_of_images_give_the_same_scores(monkeypatch):
-    one = INSTANCES["one node each"]()
+    one = instance([2, 1], 131, 5)
     whole = exact_score(one.regions, one.nodes, one.segments, CONFIGS["default"])
-    monkeypatch.setattr("powerclip.alignment.kernels.exact_r2t.BLOCK_ELEMENTS", 2 * len(one.nodes) * 5)
+    monkeypatch.setattr("powerclip.alignment.kernels.exact_r2t.BLOCK_ELEMENTS", 130 * len(one.nodes) * 5)
     assert_scores(exact_score(one.regions, one.nodes, one.segments, CONFIGS["default"]), whole.double(), 1e-6)
 
 

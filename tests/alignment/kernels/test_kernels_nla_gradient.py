@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from kernel_examples import CONFIGS, INSTANCES, assert_scores, instance
+from kernel_examples import CONFIGS, DEVICE, INSTANCES, assert_scores, instance, reference
 from test_kernels_nla_recompute import TIED, gradients
 
 from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels import nla_gradient as module
 from powerclip.alignment.kernels.nla_gradient import nla_gradient
-from powerclip.alignment.score import score_all
+from powerclip.alignment.kernels.recompute import whole_tiles
+from powerclip.alignment.score import differentiates_all, score_all
 
 SLOW = set() if torch.cuda.is_available() else {"64 nodes", "ragged, odd"}
 # The interpreter runs a node at a time: every setting on a few instances, every instance in two settings.
@@ -63,13 +64,34 @@ def test_tied_regions_share_the_gradient_of_the_best_one():
 
 
 def test_similarities_that_are_computed_again_give_the_same(monkeypatch):
-    one = INSTANCES["one node each"]()
+    one = instance([2, 1], 131, 5)
     kept = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
     monkeypatch.setattr(module, "KEPT_ELEMENTS", 1)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * len(one.nodes) * 5)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 130 * len(one.nodes) * 5)
     again = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
     for ours, expected in zip(again, kept, strict=True):
         assert_scores(ours, expected.double(), 1e-5)
+
+
+@pytest.mark.parametrize(("tile", "most", "expected"), [(128, 327, 256), (128, 512, 512), (16, 15, 16), (16, 0, 16)])
+def test_blocks_are_whole_tiles_of_images(tile, most, expected):
+    assert whole_tiles(most, tile) == expected
+
+
+def test_without_a_gradient_similarities_that_fit_are_written(monkeypatch):
+    one, config = INSTANCES["one image"](), AlignmentConfig(backend="triton", tau=0.1)
+    monkeypatch.setattr("powerclip.alignment.kernels.nla_score.nla_score", None)
+    assert_scores(score_all(one.regions, one.nodes, one.segments, config), reference(one, config))
+
+
+@pytest.mark.parametrize(
+    ("captions", "k", "expected"),
+    [(4096, 1, False), (4096, 8, False), (4096, 32, True), (512, 1, True), (65536, 99, False)],
+)
+def test_all_pairs_are_differentiated_where_that_costs_less_and_they_fit(captions, k, expected):
+    regions = torch.empty(1, device=DEVICE).expand(512, 10, 512)
+    nodes = torch.empty(1, device=DEVICE).expand(8 * captions, 512)
+    assert differentiates_all(regions, nodes, AlignmentConfig(backend="triton"), k) == expected
 
 
 def test_two_runs_give_the_same_bits():

@@ -1,10 +1,13 @@
 """Chosen pairs in Triton, their similarities and exact scores, against the plain formulas: values and gradients."""
 
+import itertools
+
 import pytest
 import torch
 from kernel_examples import DEVICE, INSTANCES, assert_scores
 
 from powerclip.alignment import AlignmentConfig
+from powerclip.alignment.kernels import pairs as module
 from powerclip.alignment.kernels.exact_pairs import exact_pairs
 from powerclip.alignment.kernels.pairs import pairs
 from powerclip.alignment.ragged import Rows
@@ -34,19 +37,82 @@ def gradients(score, one, dtype: torch.dtype) -> list[torch.Tensor]:
     return [scores.detach(), *torch.autograd.grad((scores * weights.to(scores)).sum(), [regions, nodes])]
 
 
-@pytest.mark.parametrize("name", ["ragged, odd", *NAMES])
-def test_similarities_and_their_gradients_equal_gathered_products(name):
-    one = INSTANCES[name]()
-    image, caption = chosen(one)
-    real = Rows(one.segments.lengths[caption], one.segments.longest).real.unsqueeze(-1)
+def with_absent(image: torch.Tensor) -> torch.Tensor:
+    """The same with every third pair taken out, the first one too."""
+    return torch.where(torch.arange(len(image), device=DEVICE) % 3 == 0, -1, image)
+
+
+def assert_gathered_products(one, image: torch.Tensor, caption: torch.Tensor) -> None:
+    """Similarities and their gradients are those of nodes and regions that are gathered for each pair."""
+    real = Rows(one.segments.lengths[caption], one.segments.longest).real & (image >= 0).unsqueeze(-1)
 
     def plain(regions, nodes):
-        return torch.where(real, pair_similarities(regions, nodes, one.segments, image, caption)[0], 0.0)
+        q, _ = pair_similarities(regions, nodes, one.segments, image.clamp(min=0), caption)
+        return torch.where(real.unsqueeze(-1), q, 0.0)
 
     expected = gradients(plain, one, torch.float64)
     found = gradients(lambda regions, nodes: pairs(regions, nodes, one.segments, image, caption), one, torch.float32)
     for ours, exact in zip(found, expected, strict=True):
         assert_scores(ours, exact)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("name", ["ragged, odd", *NAMES])
+def test_similarities_and_their_gradients_equal_gathered_products(name, absent):
+    one = INSTANCES[name]()
+    image, caption = chosen(one)
+    assert_gathered_products(one, with_absent(image) if absent else image, caption)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("piece", [1, 2, 5, 64])
+def test_the_pairs_of_a_hub_are_shared_out(monkeypatch, piece, absent):
+    monkeypatch.setattr(module, "PIECE", piece)
+    one = INSTANCES["ragged, few"]()
+    image, caption = chosen(one, 30)
+    image[:17], caption[9:25] = 2, 1
+    assert_gathered_products(one, with_absent(image) if absent else image, caption)
+
+
+@pytest.mark.parametrize(("count", "further"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_every_pair_is_in_one_piece(monkeypatch, count, further):
+    monkeypatch.setattr(module, "PIECE", 4)
+    owner = torch.tensor([1, *[2] * count, -1, 0, -1, *[-1] * 10])
+    order, starts, first, owners = module._pieces(owner, 3)
+    assert [owner[order[a:b]].tolist() for a, b in itertools.pairwise(starts.tolist())] == [[0], [1], [2] * count]
+    assert first.tolist() == [0, 0, 0, further]
+    assert owners.tolist() == [2] * further + [3] * (len(owner) // 4 - further)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("aggregation", ["nla", "exact"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_absent_pairs_score_nothing_and_send_no_gradient(config, aggregation, backend):
+    one = INSTANCES["ragged, few"]()
+    image, caption = chosen(one)
+    image = with_absent(image)
+    settings = AlignmentConfig(aggregation=aggregation, backend=backend, tau=0.05, **CONFIGS[config])
+    there = image >= 0
+
+    def listed(regions, nodes):
+        return score_pairs(regions, nodes, one.segments, image, caption, settings)
+
+    def left_out(regions, nodes):
+        scores = score_pairs(regions, nodes, one.segments, image[there], caption[there], settings)
+        return torch.zeros(len(image), dtype=scores.dtype, device=DEVICE).index_put((there,), scores)
+
+    for ours, expected in zip(
+        gradients(listed, one, torch.float32), gradients(left_out, one, torch.float32), strict=True
+    ):
+        assert_scores(ours, expected.double(), 1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["nla", "exact"])
+def test_a_list_without_pairs_is_all_zero(aggregation):
+    one, settings = INSTANCES["one region"](), AlignmentConfig(aggregation=aggregation, backend="triton")
+    image, caption = torch.full((3,), -1, device=DEVICE), torch.tensor([0, 1, 1], device=DEVICE)
+    found = gradients(lambda r, n: score_pairs(r, n, one.segments, image, caption, settings), one, torch.float32)
+    assert all((values == 0).all() for values in found)
 
 
 def test_no_pairs_have_no_gradient():
@@ -86,8 +152,12 @@ def test_more_sets_than_one_tile_holds():
     assert_scores(exact_pairs(q, rows.lengths, empty_set=False), expected)
 
 
-def test_two_runs_give_the_same_bits():
+@pytest.mark.parametrize("piece", [3, 64])
+def test_two_runs_give_the_same_bits(monkeypatch, piece):
+    monkeypatch.setattr(module, "PIECE", piece)
     one = INSTANCES["ragged, odd"]()
     image, caption = chosen(one, 40)
+    image[10:25] = -1
+    image[25:] = 7
     runs = [gradients(lambda r, n: pairs(r, n, one.segments, image, caption), one, torch.float32) for _ in range(2)]
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
