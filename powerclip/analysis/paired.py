@@ -13,12 +13,18 @@ def paired_p(ours: Sequence[float], baseline: Sequence[float]) -> float | None:
     None with fewer than two pairs: one difference says nothing about its spread.
     """
     differences = [one - other for one, other in zip(ours, baseline, strict=True)]
-    if len(differences) < 2:
+    error = paired_error(ours, baseline)
+    if error is None:
         return None
-    spread = stdev(differences)
-    if spread == 0:
+    if error == 0:
         return 1.0 if differences[0] == 0 else 0.0
-    return two_sided_p(mean(differences) / (spread / math.sqrt(len(differences))), len(differences) - 1)
+    return two_sided_p(mean(differences) / error, len(differences) - 1)
+
+
+def paired_error(ours: Sequence[float], baseline: Sequence[float]) -> float | None:
+    """The standard error of the mean difference, over the same pairs; None with fewer than two."""
+    differences = [one - other for one, other in zip(ours, baseline, strict=True)]
+    return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
 
 
 def two_sided_p(t: float, freedom: int) -> float:

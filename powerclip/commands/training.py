@@ -79,6 +79,8 @@ def train(
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip compare studies/captions10k.yaml --seeds 5\n"
+    "  powerclip compare studies/captions10k.yaml --seeds 5 --keep-models     # then, once the settings are chosen:\n"
+    "  powerclip compare studies/captions10k.yaml --seeds 5 --test $POWERCLIP_DATA/captions10k/test-000.tar\n"
     "  powerclip compare studies/captions10k.yaml train.steps=100 --only paper --output runs/short\n"
     "  powerclip compare quickstart/clip quickstart/powerclip train.steps=100"
 )
@@ -94,13 +96,27 @@ def compare(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="A setting to run beside the baseline; may be repeated.")
     ] = None,
-    keep_models: Annotated[bool, typer.Option("--keep-models", help="Save the trained models too.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the table only.")] = False,
+    keep_models: Annotated[
+        bool,
+        typer.Option("--keep-models", help="Save the trained models too; finished runs without one are trained again."),
+    ] = False,
+    test: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--test",
+            metavar="PATH",
+            help="Held-out data to measure the kept models on, as powerclip evaluate reads them; may be repeated.",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the tables only.")] = False,
 ) -> None:
     """Train several settings over several seeds and compare them in one table.
 
     A study file names a recipe and what each setting changes in it; recipes can be compared directly, the first is the
     baseline. Runs that are finished are kept: the same command goes on where it stopped.
+
+    --test is for the end, when the settings are chosen: it measures the models of all runs on data that chose nothing,
+    and writes test.md and test.json. Nothing that is finished is trained again, and nothing is measured twice.
     """
     check_one_process("compare")
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
@@ -112,7 +128,8 @@ def compare(
 
         study = read_study(files, overrides)
         folder = output or Path("runs") / (Path(files[0]).stem if len(files) == 1 else "compare")
-        run_study(study.only(only) if only else study, folder, chosen, keep_models=keep_models, quiet=quiet)
+        chosen_study = study.only(only) if only else study
+        run_study(chosen_study, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet)
 
 
 def parse_seeds(text: str) -> list[int]:

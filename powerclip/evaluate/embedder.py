@@ -163,13 +163,17 @@ class Embedder:
                 vectors[torch.tensor(places)] = self.encoder.encode_text(tokens.to(device)).float().cpu()
         return self.ranks.sum(vectors)
 
+    def prepare(self, pictures: Pictures, content: bytes) -> Tensor:
+        """A picture as the model reads it [3, H, W], from the content that `pictures.read` gave."""
+        return self._prepare(pictures.decode(content))
+
     def _chunk(self, pictures: Pictures, places: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
         contents = list(pool.map(lambda place: _read(pictures, place), places))
         key = self._key(contents, "pictures")
         found = self._load(key)
         if found is None:
             # The pool decodes ahead while the encoder works.
-            prepared = pool.map(lambda content: _decode(lambda: self._prepare(pictures.decode(content))), contents)
+            prepared = pool.map(lambda content: _decode(lambda: self.prepare(pictures, content)), contents)
             vectors, readable = self._encode_pictures(prepared)
             found = {"vectors": vectors, "readable": readable}
             self._store(key, found)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.analysis.paired import paired_p, two_sided_p
+from powerclip.analysis.paired import paired_error, paired_p, two_sided_p
 
 # Two-sided critical values as every statistics textbook prints them: (degrees of freedom, p, t).
 TABLE = [
@@ -41,11 +41,13 @@ def test_a_larger_difference_is_never_less_significant(t, more, freedom):
 def test_a_worked_example():
     # Differences 1, 2, 3, 2, 2: mean 2, standard deviation 0.7071, t = 6.3246 with 4 degrees of freedom.
     assert paired_p([3, 4, 6, 6, 7], [2, 2, 3, 4, 5]) == pytest.approx(0.003197, abs=1e-5)
+    assert paired_error([3, 4, 6, 6, 7], [2, 2, 3, 4, 5]) == pytest.approx(0.7071 / math.sqrt(5), abs=1e-4)
 
 
 def test_pairs_that_say_nothing_about_spread():
     assert paired_p([1.0], [0.0]) is None
     assert paired_p([], []) is None
+    assert paired_error([1.0], [0.0]) is None
     assert paired_p([1.0, 2.0], [1.0, 2.0]) == 1.0
     assert paired_p([2.0, 3.0], [1.0, 2.0]) == 0.0
     with pytest.raises(ValueError, match="argument"):
