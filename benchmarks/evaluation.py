@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--name", help="of the result files, after the date [default: evaluation-DEVICE]")
     arguments = parser.parse_args()
     if not arguments.tiny and not (arguments.model and arguments.data):
         parser.error("name a model and --data, or --tiny")
@@ -170,7 +171,7 @@ def report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         ]
     heads = ["dataset", "%", "largest difference to clip-benchmark (share)", "s", "clip-benchmark, s"]
     text = f"# Evaluation beside clip-benchmark's\n\n{arguments.model or 'random towers'}\n\n{markdown(cells, heads)}"
-    name = "evaluation-tiny" if arguments.tiny else f"evaluation-{arguments.device.split(':')[0]}"
+    name = arguments.name or f"evaluation-{'tiny' if arguments.tiny else arguments.device.split(':')[0]}"
     data = {"model": arguments.model, "templates": arguments.templates, "workers": arguments.workers, "rows": rows}
     path = write_result(arguments.output, name, origin(), data, text)
     print(f"\n{text}\n\n{path}.json, .md")

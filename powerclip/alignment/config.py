@@ -48,7 +48,7 @@ class AlignmentConfig:
     anneal: bool = False  # k falls over the run instead, by the same factor each step, from all negatives to 1
     gamma: float = 0.2  # margin of the triplet loss
     scale: float = 14.3  # the softmax's scale at the start (1/0.07, as CLIP's); learned
-    weight: float = 0.5  # λ, the weight beside the CLIP loss
+    weight: float = 1.0  # λ, the weight beside the CLIP loss
     ramp: float = 0.0  # share of the run over which the weight rises from 0; 0: it is there from the first step
 
     # Whose features are aligned, and which of them learn from it

@@ -10,7 +10,7 @@ Axes: C pairs of a batch · M regions · T nodes of all captions · D width
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,12 @@ from powerclip.alignment.phrases import Phrases, embed_leaves, embed_nodes
 from powerclip.alignment.powerset import exact_r2t, exact_t2r
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions, random_boxes
+from powerclip.data.corpus import read_corpus
+from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.errors import UserError
 from powerclip.files import write_whole
 
 if TYPE_CHECKING:
@@ -107,6 +111,15 @@ def model_vectors(
     return _vectors(embed_regions(patches, masks), words, phrases)
 
 
+@torch.inference_mode()
+def corpus_vectors(encoder: DualEncoder, loader: CorpusLoader, batch: int) -> Vectors:
+    """A model's own embeddings of pairs of a corpus, read as in training."""
+    pairs = loader.batch(batch)
+    _, patches = encoder.encode_patches(pairs.images)
+    _, words = encoder.encode_words(pairs.tokens)
+    return _vectors(embed_regions(patches, pairs.regions), words, pairs.phrases)
+
+
 def study(source: str, batches: Sequence[Vectors]) -> Study:
     """Every τ and α on the same batches."""
     similar = [torch.einsum("bmd,td->tbm", batch.regions, batch.nodes) for batch in batches]
@@ -150,18 +163,56 @@ def agreement(approximate: Tensor, exact: Tensor) -> Agreement:
 
 
 def analyse(
-    output: Path, model: str | None = None, *, batches: int = 8, count: int = 16, regions: int = 10, seed: int = 0
+    output: Path,
+    model: str | None = None,
+    *,
+    shards: str | None = None,
+    trees: str | None = None,
+    batches: int = 8,
+    count: int = 16,
+    regions: int = 10,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
 ) -> list[Study]:
-    """Study random vectors and, if one is named, a model's; write `nla.png` and `nla.json` into `output`."""
+    """Study random vectors and, if one is named, a model's; write `nla.png` and `nla.json` into `output`.
+
+    Args:
+        output: a folder; it is made if it is missing.
+        model: a saved model or an open_clip name, as `powerclip.load` takes it.
+        shards: a tar, or a pattern of several, of pictures and captions; without it the model embeds scenes.
+        trees: a TSV file of the captions' trees; without it they are flat.
+        batches: how many, of `count` pairs with `regions` random boxes each.
+        seed: of the vectors, and of the choice of pairs and boxes.
+        say: is told what the shards hold; a bar is shown with it.
+
+    Raises:
+        UserError: no such model, shards or trees; fewer pictures than asked for; trees without shards.
+    """
+    # What costs nothing to check is checked before the model is loaded.
+    if shards is not None and model is None:
+        raise UserError("--shards needs --model: whose embeddings of them are to be studied?")
+    if trees is not None and shards is None:
+        raise UserError("--trees belong to the captions of --shards: name these as well")
+    paths = None if shards is None else expand_pattern(shards, "--shards")
+    tree_file = None if trees is None else expand_path(trees, "--trees")
+    if tree_file is not None and not tree_file.is_file():
+        raise UserError(f"--trees: no file {tree_file}")
+
     studies = [study("random vectors", [random_vectors(batch, count, regions, seed) for batch in range(batches)])]
     if model is not None:
         from powerclip.encoders import load
 
-        encoder, _, tokenizer = load(model)
+        encoder, _, open_clip_tokenizer = load(model)
         encoder.eval()
-        read = CaptionTokenizer(tokenizer)
-        vectors = [model_vectors(encoder, read, batch, count, regions, seed) for batch in range(batches)]
-        studies.append(study(model, vectors))
+        tokenizer = CaptionTokenizer(open_clip_tokenizer)
+        steps = _shown(range(batches), say is not None)
+        if paths is None:
+            vectors = [model_vectors(encoder, tokenizer, batch, count, regions, seed) for batch in steps]
+            studies.append(study(f"{model}, embedded scenes", vectors))
+        else:
+            loader = _pairs(encoder, tokenizer, paths, tree_file, batches, count, regions, seed, say)
+            vectors = [corpus_vectors(encoder, loader, batch) for batch in steps]
+            studies.append(study(f"{model}, {_named(paths)}", vectors))
     from powerclip.analysis.nla_figure import nla_figure
 
     content = {
@@ -193,6 +244,60 @@ def lines(one: Study) -> list[str]:
         ]
         shown.append(f"{point.tau:>6} {point.alpha:>5}  " + "  ".join(f"{cell:>15}" for cell in cells))
     return shown
+
+
+def _pairs(
+    encoder: DualEncoder,
+    tokenizer: CaptionTokenizer,
+    shards: Sequence[Path],
+    trees: Path | None,
+    batches: int,
+    count: int,
+    regions: int,
+    seed: int,
+    say: Callable[[str], None] | None,
+) -> CorpusLoader:
+    """Whole pictures of the shards, each with one of its captions and random boxes."""
+    corpus = read_corpus(shards, max(encoder.image_size), trees, progress=say is not None)
+    if say:
+        say(f"{_named(shards)}: {corpus.summary()}")
+    if len(corpus.keys) < batches * count:
+        most = len(corpus.keys) // count
+        advice = f"ask for --batches {most}" if most else "name more shards"
+        raise UserError(
+            f"--shards: {_named(shards)} has {len(corpus.keys)} pictures that can be used, "
+            f"but {batches} batches of {count} need {batches * count}: {advice}"
+        )
+    pixels = encoder.clip.visual.preprocess_cfg
+    return CorpusLoader(
+        corpus,
+        image_size=encoder.image_size,
+        grid=encoder.grid,
+        batch_size=count,
+        regions=regions,
+        crop=1.0,
+        seed=seed,
+        region_seed=seed,
+        length_multiple=1,
+        mean=pixels["mean"],
+        std=pixels["std"],
+        tokenizer=tokenizer,
+    )
+
+
+def _named(shards: Sequence[Path]) -> str:
+    """`val-000.tar`, or `train-000.tar … train-010.tar`."""
+    return shards[0].name if len(shards) == 1 else f"{shards[0].name} … {shards[-1].name}"
+
+
+def _shown(steps: Iterable[int], progress: bool) -> Iterator[int]:
+    """The steps, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    hidden = not (progress and console.is_terminal)
+    yield from track(list(steps), "embedding", console=console, disable=hidden, transient=True)
 
 
 def _scenes(batch: int, count: int) -> list[Scene]:

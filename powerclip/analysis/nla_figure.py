@@ -16,21 +16,27 @@ STYLES = ("-", "--", ":")  # τ from the largest to the smallest
 
 
 def nla_figure(studies: Sequence[Study]) -> Figure:
-    """Two lines of panels for each source: a scatter for each τ; r of R2T and of the loss, and the bias of R2T."""
+    """A line of panels for each source: losses at the smallest τ; r of R2T and of the loss, and the loss's bias."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.5, 6.4 * len(studies)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(13, 3.4 * len(studies)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    grid: Any = figure.subplots(2 * len(studies), 3, squeeze=False)
-    for number, study in enumerate(studies):
-        for place, tau in enumerate(TAUS):
-            _scatter(grid[2 * number][place], study, tau)
-        below = grid[2 * number + 1]
-        _over_alpha(below[0], study, "R2T: Pearson r", lambda point: point.r2t.r)
-        _over_alpha(below[1], study, "loss: Pearson r", lambda point: point.loss.r)
-        _over_alpha(below[2], study, "R2T: bias / standard deviation", lambda point: point.r2t.bias)
-        below[2].legend(frameon=False, fontsize=8)
+    parts: Any = figure.subfigures(len(studies), 1, squeeze=False)[:, 0]
+    for part, study in zip(parts, studies, strict=True):
+        part.suptitle(_short(study.source), fontsize=10, fontweight="bold", color=INK)
+        scatter, *lines = part.subplots(1, 4)
+        _scatter(scatter, study, TAUS[-1])
+        _over_alpha(lines[0], study, "R2T: Pearson r", lambda point: point.r2t.r)
+        _over_alpha(lines[1], study, "loss: Pearson r", lambda point: point.loss.r)
+        _over_alpha(lines[2], study, "loss: bias / standard deviation", lambda point: point.loss.bias)
+        lines[2].legend(frameon=False, fontsize=8)
+    # One scale of r for all sources: they are there to be compared.
+    for column in (1, 2):
+        shared = [part.axes[column] for part in parts]
+        lowest = min(axes.get_ylim()[0] for axes in shared)
+        for axes in shared:
+            axes.set_ylim(lowest, 1 + (1 - lowest) / 20)
     return figure
 
 
@@ -41,8 +47,8 @@ def _scatter(axes: Any, study: Study, tau: float) -> None:
         axes.scatter(study.exact, study.approximate[tau, alpha], s=7, color=shade, alpha=0.6, label=label, lw=0)
     ends = [study.exact.min().item(), study.exact.max().item()]
     axes.plot(ends, ends, color=FAINT, lw=0.8)
-    axes.set_title(f"{_short(study.source)}, τ = {tau:g}", fontsize=9, color=INK)
-    axes.set_xlabel("exact loss of a pair", fontsize=8)
+    axes.set_title(f"losses of pairs, τ = {tau:g}", fontsize=9, color=INK)
+    axes.set_xlabel("exact", fontsize=8)
     axes.set_ylabel("approximated", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.legend(frameon=False, fontsize=7)
@@ -59,6 +65,6 @@ def _over_alpha(axes: Any, study: Study, title: str, value: Any) -> None:
     axes.grid(color="#e5e7eb", lw=0.6)
 
 
-def _short(source: str, most: int = 34) -> str:
+def _short(source: str, most: int = 90) -> str:
     """The end of a long path, which is what tells models apart."""
     return source if len(source) <= most else f"…{source[-most:]}"

@@ -25,11 +25,20 @@ def analyses() -> None:
     "nla",
     epilog="\b\nExamples:\n"
     "  powerclip analyse nla\n"
-    "  powerclip analyse nla --model runs/quickstart/seed-0/powerclip/model",
+    "  powerclip analyse nla --model runs/quickstart/seed-0/powerclip/model\n"
+    "  powerclip analyse nla --model my/model --shards 'photos/val-*.tar' --trees photos/trees.tsv.gz",
 )
 def analyse_nla(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Study this model's embeddings of embedded scenes as well.")
+        str | None,
+        typer.Option("--model", "-m", help="Study this model's embeddings as well: of --shards, or embedded scenes."),
+    ] = None,
+    shards: Annotated[
+        str | None, typer.Option("--shards", help="Tars of pictures with captions: a file, or a pattern in quotes.")
+    ] = None,
+    trees: Annotated[
+        str | None,
+        typer.Option("--trees", help="A .tsv(.gz) of their trees: key, caption number, brackets. [default: flat]"),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where nla.png and nla.json go.")] = Path("runs/nla"),
     batches: Annotated[int, typer.Option("--batches", min=1, help="Batches of 16 pairs.")] = 8,
@@ -39,7 +48,7 @@ def analyse_nla(
     with interruptible("nothing was written"):
         from powerclip.analysis.nla import analyse, lines
 
-        for study in analyse(output, model, batches=batches, seed=seed):
+        for study in analyse(output, model, shards=shards, trees=trees, batches=batches, seed=seed, say=print):
             print("\n".join(lines(study)))
     print(f"figure and numbers: {output / 'nla.png'}, nla.json")
 

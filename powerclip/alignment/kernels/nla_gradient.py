@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_score import FAR, add_region, log_powerset, nla_score
+from powerclip.alignment.kernels.nla_score import FAR, add_region, exp, log_powerset, nla_score
 from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
 from powerclip.alignment.kernels.split import by_region, halves, product_of_halves, similarities
 from powerclip.alignment.ragged import Segments
@@ -114,6 +114,7 @@ def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig,
         T2R=config.t2r,
         R2T=config.r2t,
         M=count,
+        FAST=q.is_cuda,
         TILE_B=TILE_IMAGES,
         num_warps=WARPS,
     )
@@ -136,6 +137,7 @@ def _scores(
     T2R: tl.constexpr,
     R2T: tl.constexpr,
     M: tl.constexpr,
+    FAST: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
     caption = tl.program_id(0).to(tl.int64)
@@ -147,12 +149,12 @@ def _scores(
     spread = tl.zeros((TILE_B,), tl.float32)
     for node in range(first, end):
         plain, soft, highest, _ = _node_sums(
-            q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B
+            q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
         )
         if T2R:
             mean += _best(soft, highest, EMPTY, SINGLE)
         if R2T:
-            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread)
+            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread, FAST)
     length = (end - first).to(tl.float32)
     score = tl.zeros((TILE_B,), tl.float32)
     if T2R:
@@ -181,6 +183,7 @@ def _similarity_gradients(
     T2R: tl.constexpr,
     R2T: tl.constexpr,
     M: tl.constexpr,
+    FAST: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
     caption = tl.program_id(0).to(tl.int64)
@@ -193,24 +196,24 @@ def _similarity_gradients(
     if R2T:
         for node in range(first, end):
             plain, soft, highest, _ = _node_sums(
-                q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B
+                q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
             )
-            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread)
+            outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread, FAST)
         outer += tl.log(spread)
     of_best = slope * t2r_unit / (end - first).to(tl.float32)
     for node in range(first, end):
         at = node * M * images + image
-        plain, soft, highest, tied = _node_sums(q + at, images, there, 1 / tau, EMPTY, SINGLE, M, TILE_B)
+        plain, soft, highest, tied = _node_sums(q + at, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B)
         share = tl.zeros((TILE_B,), tl.float32)
         if R2T:
-            share = slope * r2t_unit * tl.exp(mean_weight * plain + alpha * (soft - log_sets) - outer)
-        lift = 1.0 + tl.exp(-tl.maximum(soft, -80.0))
+            share = slope * r2t_unit * exp(mean_weight * plain + alpha * (soft - log_sets) - outer, FAST)
+        lift = 1.0 + exp(-tl.maximum(soft, -80.0), FAST)
         for region in tl.static_range(M):
             x = tl.load(q + at + region * images, mask=there, other=0.0) * (1 / tau)
             # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
-            weight = 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))
+            weight = 1.0 / (1.0 + exp(-tl.maximum(x, -80.0), FAST))
             if not EMPTY:
-                weight = tl.where(highest < FAR, tl.exp(x - soft), weight * lift)
+                weight = tl.where(highest < FAR, exp(x - soft, FAST), weight * lift)
             gradient = tl.zeros((TILE_B,), tl.float32)
             if T2R:
                 if SINGLE:
@@ -229,7 +232,15 @@ def _similarity_gradients(
 
 @triton.jit
 def _node_sums(
-    q, stride, there, inverse_tau, EMPTY: tl.constexpr, SINGLE: tl.constexpr, M: tl.constexpr, TILE_B: tl.constexpr
+    q,
+    stride,
+    there,
+    inverse_tau,
+    EMPTY: tl.constexpr,
+    SINGLE: tl.constexpr,
+    FAST: tl.constexpr,
+    M: tl.constexpr,
+    TILE_B: tl.constexpr,
 ):
     """Of one node: Σ x, the soft maximum over the sets, the highest x and how many regions have it."""
     plain = tl.zeros((TILE_B,), tl.float32)
@@ -243,7 +254,7 @@ def _node_sums(
         plain += x
         if SINGLE:
             tied = tl.where(x > highest, 1.0, tl.where(x == highest, tied + 1.0, tied))
-        positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE)
+        positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE, FAST)
     return plain, log_powerset(positive, product, highest, singles, EMPTY), highest, tied
 
 
@@ -256,8 +267,8 @@ def _best(soft, highest, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def _add_node(inner, outer, spread):
+def _add_node(inner, outer, spread, FAST: tl.constexpr):
     """The running maximum over nodes and Σ exp(inner − maximum) with one more node."""
-    change = tl.exp(-tl.abs(inner - outer))
+    change = exp(-tl.abs(inner - outer), FAST)
     spread = tl.where(inner > outer, spread * change + 1.0, spread + change)
     return tl.maximum(inner, outer), spread
