@@ -80,8 +80,21 @@ def read_study(files: Sequence[str], overrides: Sequence[str] = ()) -> Study:
     return Study(tuple(settings), names[0])
 
 
+def is_study(name: str) -> bool:
+    """Whether a study lies at that path, rather than a recipe or nothing.
+
+    Raises:
+        UserError: what lies there is not YAML.
+    """
+    path = Path(name)
+    if not path.is_file():
+        return False
+    content: Any = yaml_text.parse(_text(path), name)
+    return isinstance(content, Mapping) and "settings" in content
+
+
 def _from_file(path: Path, overrides: Sequence[str]) -> Study:
-    content: Any = yaml_text.parse(path.read_text(encoding="utf-8"), str(path))
+    content: Any = yaml_text.parse(_text(path), str(path))
     if not isinstance(content, Mapping) or "settings" not in content:
         raise UserError(f"{path}: not a study: it has no 'settings' (to compare recipes, name at least two)")
     for key in content:
@@ -106,6 +119,13 @@ def _from_file(path: Path, overrides: Sequence[str]) -> Study:
     if baseline not in names:
         raise UserError(f"{path}: the baseline {baseline!r} is not one of the settings{nearest(str(baseline), names)}")
     return Study(tuple(settings), baseline, str(content.get("about", "")))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file") from None
 
 
 def _find(name: str) -> Path:

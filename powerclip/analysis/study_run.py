@@ -1,5 +1,7 @@
 """Run a study: every setting with every seed in one process, finished runs kept, the table brought up to date.
 
+A run that a study beside this one has finished is copied instead of trained.
+
 Held-out data, where some are named, are looked at once, when all runs are finished.
 """
 
@@ -17,6 +19,7 @@ from powerclip.analysis.machine import machine
 from powerclip.analysis.study import Study
 from powerclip.analysis.study_curves import curves_page
 from powerclip.analysis.study_held_out import measure_held_out, read_held_out
+from powerclip.analysis.study_shared import FinishedRuns, finished, take_over
 from powerclip.analysis.study_table import Outcomes, failures, markdown, summary, terminal
 from powerclip.errors import UserError
 from powerclip.files import write_whole
@@ -24,7 +27,7 @@ from powerclip.train.data import CorpusStore
 from powerclip.train.evaluation import describe
 from powerclip.train.loop import train
 from powerclip.train.progress import duration
-from powerclip.train.recipe import Recipe, differences, parse_recipe
+from powerclip.train.recipe import Recipe
 from powerclip.train.results import Results, read_results
 from powerclip.train.run_folder import RunFolder
 
@@ -38,6 +41,8 @@ def run_study(
     test: Sequence[Path] = (),
     quiet: bool = False,
     console: Console | None = None,
+    store: CorpusStore | None = None,
+    shared: FinishedRuns | None = None,
 ) -> Outcomes:
     """Run what is not finished yet, and write `table.md`, `results.json` and `curves.html`.
 
@@ -53,6 +58,8 @@ def run_study(
             `test.md` and `test.json`; what is run for it keeps its model.
         quiet: print the tables alone.
         console: where to print; standard output by default.
+        store: the corpora in memory, where several studies share them.
+        shared: the finished runs of the studies beside this one, where several studies look for them.
 
     Raises:
         UserError: every run failed, the folder holds something else, or a finished run has no model to be tested.
@@ -65,11 +72,12 @@ def run_study(
         if not quiet:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    shared = shared or FinishedRuns()
     held_out = read_held_out(test)
     if held_out and not keep_models:
-        _check_models(study, output, seeds)
+        _check_models(study, output, seeds, shared)
     keep_models = keep_models or bool(held_out)
-    store = CorpusStore(say)
+    store = store or CorpusStore(say)
     outcomes: Outcomes = {setting.name: {} for setting in study.settings}
     total, done = len(study.settings) * len(seeds), 0
     # Seed by seed: after the first, every setting has a number.
@@ -80,16 +88,16 @@ def run_study(
             head = f"[{done:{len(str(total))}d}/{total}] {setting.name}, seed {seed}: "
             recipe = _for_study(setting.at(seed), keep_models)
             try:
-                kept = finished(folder, recipe)
-                if keep_models and not folder.model.is_dir():
-                    kept = None
-                results = kept or _run(recipe, folder, store, quiet, console)
+                results, note = _results(recipe, folder, output, shared, keep_models)
+                if results is None:
+                    results = _run(recipe, folder, store, quiet, console)
+                    note = duration(results.seconds)
             except UserError as error:
                 outcomes[setting.name][seed] = str(error)
                 say(f"{head}failed: {error}")
                 continue
+            shared.add(folder, recipe)
             outcomes[setting.name][seed] = results
-            note = "finished before" if kept else duration(results.seconds)
             say(f"{head}{describe(results.scores) or 'nothing measured'}  ({note})")
             _write(study, output, seeds, outcomes)
     reasons = [outcome for runs in outcomes.values() for outcome in runs.values() if isinstance(outcome, str)]
@@ -106,20 +114,23 @@ def run_study(
     return outcomes
 
 
-def finished(folder: RunFolder, recipe: Recipe) -> Results | None:
-    """The results of a run that has reached its end with the same recipe and the same evaluation, else None."""
-    if not folder.finished or not folder.recipe.is_file():
-        return None
-    try:
-        begun = parse_recipe(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
-        same = not differences(begun, recipe) and begun.evaluation == recipe.evaluation
-        return read_results(folder.results) if same else None
-    except UserError:  # written by an older version: as good as another recipe
-        return None
+def _results(
+    recipe: Recipe, folder: RunFolder, output: Path, shared: FinishedRuns, keep_models: bool
+) -> tuple[Results | None, str]:
+    """The results of the run where it need not be trained, and a note where they are from."""
+    kept = finished(folder, recipe)
+    if kept and (folder.model.is_dir() or not keep_models):
+        return kept, "finished before"
+    source = shared.find(recipe, output, model=keep_models)
+    if source is None:
+        return None, ""
+    take_over(source, folder, recipe, model=keep_models)
+    setting, study = source.root.parent, source.root.parents[1]
+    return read_results(folder.results), f"taken from {setting.name if study == output.resolve() else study.name}"
 
 
-def _check_models(study: Study, output: Path, seeds: Sequence[int]) -> None:
-    """UserError when a finished run has left no model: training it again is for the user to decide."""
+def _check_models(study: Study, output: Path, seeds: Sequence[int], shared: FinishedRuns) -> None:
+    """UserError when a finished run has left no model, here or beside: training it again is for the user to decide."""
     folders = [
         (setting, seed, RunFolder(output / setting.name / f"seed-{seed}"))
         for setting in study.settings
@@ -128,7 +139,9 @@ def _check_models(study: Study, output: Path, seeds: Sequence[int]) -> None:
     gone = [
         folder.root
         for setting, seed, folder in folders
-        if not folder.model.is_dir() and finished(folder, setting.at(seed))
+        if not folder.model.is_dir()
+        and finished(folder, setting.at(seed))
+        and not shared.find(setting.at(seed), output, model=True)
     ]
     if gone:
         raise UserError(

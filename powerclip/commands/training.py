@@ -81,15 +81,21 @@ def train(
     "  powerclip compare studies/captions10k.yaml --seeds 5\n"
     "  powerclip compare studies/captions10k.yaml --seeds 5 --keep-models     # then, once the settings are chosen:\n"
     "  powerclip compare studies/captions10k.yaml --seeds 5 --test $POWERCLIP_DATA/captions10k/test-000.tar\n"
+    "  powerclip compare studies/learning/*.yaml --seeds 3     # several studies; what they share is trained once\n"
     "  powerclip compare studies/captions10k.yaml train.steps=100 --only paper --output runs/short\n"
     "  powerclip compare quickstart/clip quickstart/powerclip train.steps=100"
 )
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="STUDY|RECIPE… [KEY=VALUE…]", help="A study file, or recipes to compare.")
+        list[str], typer.Argument(metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Study files, or recipes to compare.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The study's folder. [default: runs/NAME-OF-STUDY]")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The study's folder, of several studies the one that theirs lie in. [default: runs/NAME-OF-STUDY]",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0 on.")] = 3,
     seed_list: Annotated[str | None, typer.Option("--seed-list", help="Which seeds instead: 0,1,7")] = None,
@@ -113,7 +119,10 @@ def compare(
     """Train several settings over several seeds and compare them in one table.
 
     A study file names a recipe and what each setting changes in it; recipes can be compared directly, the first is the
-    baseline. Runs that are finished are kept: the same command goes on where it stopped.
+    baseline. Runs that are finished are kept: the same command goes on where it stopped. A run that a study in a folder
+    beside has finished with the same recipe is copied, not trained again.
+
+    Several studies run one after the other, each into its own folder; if one fails, the others go on.
 
     --test is for the end, when the settings are chosen: it measures the models of all runs on data that chose nothing,
     and writes test.md and test.json. Nothing that is finished is trained again, and nothing is measured twice.
@@ -125,7 +134,12 @@ def compare(
     with interruptible("the same command goes on with the runs that are left"):
         from powerclip.analysis.study import read_study
         from powerclip.analysis.study_run import run_study
+        from powerclip.analysis.study_several import are_studies, read_studies, run_studies
 
+        if are_studies(files):
+            studies, folder = read_studies(files, overrides, only or ()), output or Path("runs")
+            run_studies(studies, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet)
+            return
         study = read_study(files, overrides)
         folder = output or Path("runs") / (Path(files[0]).stem if len(files) == 1 else "compare")
         chosen_study = study.only(only) if only else study

@@ -9,7 +9,8 @@ from html import escape
 from powerclip.errors import UserError
 from powerclip.evaluate.tables import Column, Table
 
-NOTE = "Percent. Best bold, second underlined, by the values as shown. † as published in the paper, not measured here."
+NOTE = "Percent. Best bold, second of three or more underlined, by the values as shown."
+DAGGER = " † as published in the paper, not measured here."
 _STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem;color:#1b1f24}
 table{border-collapse:collapse;margin:.5rem 0 2rem;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:.2rem .42rem;text-align:right;white-space:nowrap}
@@ -33,7 +34,7 @@ def markdown(tables: Sequence[Table]) -> str:
             name = row.name.replace("|", "\\|") + ("†" if row.published else "")
             lines.append(f"| {' | '.join([name, *shown, str(table.wins()[row.name])])} |")
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, f"{wins_line(tables)}\n\n{NOTE}"]) + "\n"
+    return "\n\n".join([*parts, f"{wins_line(tables)}\n\n{note(tables)}"]) + "\n"
 
 
 def latex(tables: Sequence[Table]) -> str:
@@ -62,7 +63,7 @@ def latex(tables: Sequence[Table]) -> str:
         end = r"\end{tabular}}" if wide else r"\end{tabular}"
         lines += [r"\bottomrule", end, rf"\caption{{{caption}}}", r"\end{table*}"]
         parts.append("\n".join(lines))
-    return "\n\n".join([*parts, "% " + NOTE]) + "\n"
+    return "\n\n".join([*parts, "% " + note(tables)]) + "\n"
 
 
 def html(tables: Sequence[Table]) -> str:
@@ -81,7 +82,7 @@ def html(tables: Sequence[Table]) -> str:
             body += f"<tr{'' if row.published else ' class=ours'}>{values}<td>{table.wins()[row.name]}</td></tr>\n"
         whole = f"<table><thead>{_html_head(table.columns, starts)}</thead><tbody>\n{body}</tbody></table>"
         parts.append(f"<h2>{escape(table.title)}</h2>\n<div>{whole}</div>")
-    foot = f"<p>{escape(wins_line(tables))}</p><p>{escape(NOTE)}</p>"
+    foot = f"<p>{escape(wins_line(tables))}</p><p>{escape(note(tables))}</p>"
     title = "<title>Results beside the paper's</title>"
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{title}<style>{_STYLE}</style>\n' + "\n".join(
         [*parts, foot, "</html>\n"]
@@ -153,6 +154,11 @@ def wins_line(tables: Sequence[Table]) -> str:
             total[shown[name]] = total.get(shown[name], 0) + count
     listed = sorted(total.items(), key=lambda item: -item[1])
     return f"Wins in {columns} columns: " + ", ".join(f"{name} {count}" for name, count in listed) + "."
+
+
+def note(tables: Sequence[Table]) -> str:
+    """What the marks mean, of those that are there."""
+    return NOTE + (DAGGER if any(row.published for table in tables for row in table.rows) else "")
 
 
 FORMATS: dict[str, Callable[[Sequence[Table]], str]] = {"md": markdown, "tex": latex, "html": html}

@@ -93,10 +93,13 @@ def show(value: float | None) -> str:
 
 
 def rank(values: Sequence[float | None]) -> list[str]:
-    """The mark of each value, by what is shown of it; equal ones share it. A single row is no contest."""
+    """The mark of each value, by what is shown of it; equal ones share it.
+
+    A single value is no contest, and of two the second is the last.
+    """
     known = [float(show(value)) for value in values if value is not None]
     places = sorted(set(known), reverse=True)
-    names = dict(zip(places, ("best", "second"), strict=False)) if len(known) > 1 else {}
+    names = dict(zip(places, ("best", "second")[: len(known) - 1], strict=False)) if known else {}
     return ["" if value is None else names.get(float(show(value)), "") for value in values]
 
 
@@ -179,8 +182,9 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
             tables.append(Table(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
     own = [Row(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
     if own:
-        labels = dict.fromkeys(label for row in own for label in row.values)
-        tables.append(Table("own", "Other data", tuple(Column(label, label) for label in labels), tuple(own), False))
+        known = {column.key: column for record in records for column in _own(record)}
+        columns = tuple(known[key] for key in dict.fromkeys(key for row in own for key in row.values))
+        tables.append(Table("own", "Other data", columns, tuple(own), False))
     return tables
 
 
@@ -192,16 +196,10 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         tables = found.setdefault(name, {})
         dataset, task, metrics = _dataset(str(record["dataset"])), record["task"], record["metrics"]
         head, _, part = dataset.rpartition("/")
-        recalls = {
-            (side, k): metrics[f"{side}_retrieval_recall@{k}"]
-            for side in _SIDES
-            for k in (1, 5, 10)
-            if f"{side}_retrieval_recall@{k}" in metrics
-        }
         if task == "linear_probe" and f"{dataset}:probe" in plain:
             values = ("probe", {dataset: metrics["lp_acc1"]})
         elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:
-            values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in recalls.items()})
+            values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in _recalls(metrics).items()})
         elif dataset == "winoground":
             own = {"text": "text_acc", "image": "image_acc", "group": "acc"}
             values = ("winoground", {key: metrics[metric] for key, metric in own.items()})
@@ -210,7 +208,7 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         elif task == "zeroshot_classification" and plain.get(dataset) in ("classification", "robustness"):
             values = (plain[dataset], {dataset: metrics.get("acc1", metrics.get("mean_average_precision"))})
         else:
-            values = ("own", _own(dataset, metrics, recalls))
+            values = ("own", {column.key: value for column, value in _own(record).items()})
         key, shares = values
         known = {label: 100 * value for label, value in shares.items() if value is not None}
         if known:
@@ -238,21 +236,33 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _own(
-    dataset: str, metrics: Mapping[str, float | None], recalls: Mapping[tuple[str, int], float | None]
-) -> dict[str, float | None]:
-    """The metrics that tell most, by what the table calls them."""
-    if recalls:
-        return {f"{dataset} {side} R@{k}": value for (side, k), value in recalls.items()}
+def _recalls(metrics: Mapping[str, float | None]) -> dict[tuple[str, int], float | None]:
+    """Side and k → recall, of a retrieval result; of others nothing."""
+    names = {(side, k): f"{side}_retrieval_recall@{k}" for side in _SIDES for k in (1, 5, 10)}
+    return {key: metrics[name] for key, name in names.items() if name in metrics}
+
+
+def _own(record: Mapping[str, Any]) -> dict[Column, float | None]:
+    """The metrics of a result that tell most, in columns of their own."""
+    dataset, metrics = _dataset(str(record["dataset"])), record["metrics"]
+
+    def column(group: str, part: str, between: str = " ") -> Column:
+        label = f"{group}{between}{part}"
+        return Column(label, label, group=group, part=part)
+
+    if recalls := _recalls(metrics):
+        return {column(f"{dataset} {side}", f"R@{k}"): value for (side, k), value in recalls.items()}
+    head, _, part = dataset.rpartition("/")
+    alone = column(head, part, "/") if head else Column(dataset, dataset)
     shown = {
-        "acc1": "",
-        "lp_acc1": "probe",
-        "mean_average_precision": "mAP",
-        "acc": "",
-        "pointing_words": "in caption",
-        "pointing_text": "alone",
+        "acc1": alone,
+        "lp_acc1": column(dataset, "probe"),
+        "mean_average_precision": column(dataset, "mAP"),
+        "acc": alone,
+        "pointing_words": column(dataset, "in caption"),
+        "pointing_text": column(dataset, "alone"),
     }
-    return {f"{dataset} {label}".strip(): metrics[name] for name, label in shown.items() if name in metrics}
+    return {column: metrics[name] for name, column in shown.items() if name in metrics}
 
 
 def _complete(record: Mapping[str, Any]) -> bool:

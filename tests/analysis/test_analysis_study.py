@@ -15,6 +15,7 @@ from powerclip.analysis import study_run
 from powerclip.analysis.study import Setting, Study, read_study
 from powerclip.analysis.study_curves import curves_page
 from powerclip.analysis.study_run import run_study
+from powerclip.analysis.study_shared import identity
 from powerclip.analysis.study_table import markdown, summary, terminal
 from powerclip.encoders.models import check_config
 from powerclip.errors import UserError
@@ -144,6 +145,17 @@ def test_no_two_settings_of_a_learning_study_are_the_same_and_each_is_described(
     assert all(setting.about for setting in settings)
     recipes = [setting.recipe for setting in settings]
     assert all(one != other for place, one in enumerate(recipes) for other in recipes[:place])
+
+
+def test_learning_studies_share_their_runs_and_a_name_means_the_same_in_all():
+    by_name: dict[str, set[str]] = {}
+    for path in sorted((STUDIES / "learning").glob("*.yaml")):
+        for setting in read_study([str(path)]).settings:
+            by_name.setdefault(setting.name, set()).add(identity(setting.recipe))
+    assert [name for name, found in by_name.items() if len(found) > 1] == []
+    distinct = len(set().union(*by_name.values()))
+    print(f"{distinct} settings, {3 * distinct} runs with 3 seeds")
+    assert distinct <= 75  # an hour or two of one GPU, not a day
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------

@@ -105,6 +105,11 @@ def test_what_is_in_no_table_of_the_paper_has_a_table_of_its_own():
     assert labels[-3:] == ["boxes in caption", "boxes alone", "edits/colour"]
     assert table.rows[0].values["edits/colour"] == pytest.approx(60)
     assert wins_line([table]).startswith("Wins in 10 columns")
+    page = render([table], "html")
+    assert '<th class="group" colspan="3">photos text</th>' in page  # names of datasets are not repeated
+    assert '<th class="group" colspan="1">edits</th>' in page
+    assert ">colour</th>" in page
+    assert "†" not in page  # there are no published rows to explain
 
 
 def test_a_part_of_sugarcrepe_is_not_set_beside_the_whole():
@@ -144,6 +149,8 @@ def test_neighbours_of_a_group_share_a_header_where_the_format_can():
 def test_ranks_go_by_what_is_shown_and_ties_share_them():
     assert rank([70.34, 70.26, None, 71.0, 60.0]) == ["second", "second", "", "best", ""]
     assert rank([5.0]) == [""]
+    assert rank([5.0, None, 6.0]) == ["", "", "best"]  # the second of two is the last
+    assert rank([5.0, 5.0]) == ["best", "best"]
 
 
 def test_a_tie_is_a_win_for_both():
