@@ -51,10 +51,11 @@ class Line:
         return "" if gap == 0 else "ours" if gap > 0 else "baseline"
 
 
-def show(values: Sequence[float]) -> str:
-    """`61.3`, or `61.3 ± 0.8` (mean and sample standard deviation) over several seeds."""
-    text = f"{mean(values):.1f}"
-    return text if len(values) == 1 else f"{text} ± {stdev(values):.1f}"
+def show(values: Sequence[float], unit: str = "%") -> str:
+    """`61.3`, or `61.3 ± 0.8` (mean and sample standard deviation) over several seeds; times as `141 ± 8 s`."""
+    digits, ending = (0, " s") if unit == "s" else (1, "")
+    text = f"{mean(values):.{digits}f}"
+    return (text if len(values) == 1 else f"{text} ± {stdev(values):.{digits}f}") + ending
 
 
 def compare(baseline: Sequence[Outcome], ours: Sequence[Outcome]) -> list[Line]:

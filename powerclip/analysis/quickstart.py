@@ -103,12 +103,11 @@ def table(lines: Sequence[Line], seeds: Sequence[int]) -> Table:
             made.add_section()
             group = line.group
             made.add_row(f"[bold]{group}[/bold]")
-        unit = " s" if line.unit == "s" else ""
-        cells = {"baseline": show(line.baseline) + unit, "ours": show(line.ours) + unit}
+        cells = {"baseline": show(line.baseline, line.unit), "ours": show(line.ours, line.unit)}
         if line.ahead:
             cells[line.ahead] = f"[bold]{cells[line.ahead]}[/bold]"
         chance = "" if line.chance is None else f"{line.chance:.1f}"
-        made.add_row(f"  {line.label}", chance, cells["baseline"], cells["ours"], signed(line.difference) + unit)
+        made.add_row(f"  {line.label}", chance, cells["baseline"], cells["ours"], signed(line.difference, line.unit))
     return made
 
 

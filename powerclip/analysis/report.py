@@ -150,16 +150,15 @@ def _table(lines: Sequence[Line]) -> str:
             group = line.group
             rows.append(f'<tr class="group"><td colspan="5">{escape(group)}</td></tr>')
         chance = "" if line.chance is None else f"{line.chance:.1f}"
-        unit = " s" if line.unit == "s" else ""
         colour = {"ours": ' class="ours"', "baseline": ' class="clip"'}.get(line.ahead, "")
         best = ' class="best"'
         kind = ' class="sum"' if line.label == "mean" else ""
         rows.append(
             f"<tr{kind}><td>{escape(line.label)}</td>"
             f'<td class="chance">{chance}</td>'
-            f"<td{best if line.ahead == 'baseline' else ''}>{show(line.baseline)}{unit}</td>"
-            f"<td{best if line.ahead == 'ours' else ''}>{show(line.ours)}{unit}</td>"
-            f"<td{colour}>{signed(line.difference)}{unit}</td></tr>"
+            f"<td{best if line.ahead == 'baseline' else ''}>{show(line.baseline, line.unit)}</td>"
+            f"<td{best if line.ahead == 'ours' else ''}>{show(line.ours, line.unit)}</td>"
+            f"<td{colour}>{signed(line.difference, line.unit)}</td></tr>"
         )
     return (
         '<table><thead><tr><th></th><th>Chance</th><th class="clip">CLIP</th><th class="ours">PowerCLIP-R</th>'
@@ -167,10 +166,11 @@ def _table(lines: Sequence[Line]) -> str:
     )
 
 
-def signed(value: float) -> str:
-    """A difference with its sign, a true minus; plain 0.0 when it rounds to nothing."""
-    text = f"{value:+.1f}".replace("-", "−")
-    return "0.0" if text[1:] == "0.0" else text
+def signed(value: float, unit: str = "%") -> str:
+    """A difference with its sign, a true minus; plain 0.0 when it rounds to nothing. Times as `show` has them."""
+    digits, ending = (0, " s") if unit == "s" else (1, "")
+    text = f"{value:+.{digits}f}".replace("-", "−")
+    return (text[1:] if not float(text[1:]) else text) + ending
 
 
 def _charts(curves: Mapping[str, Mapping[str, Curve]]) -> list[str]:

@@ -67,6 +67,7 @@ def test_whoever_is_ahead_is_named_and_a_draw_as_printed_is_a_draw():
 def test_several_seeds_show_mean_and_sample_deviation():
     assert show([50.0]) == "50.0"
     assert show([49.0, 50.0, 51.0]) == "50.0 ± 1.0"
+    assert show([140.4, 142.4], "s") == "141 ± 1 s"
 
 
 def test_models_with_different_numbers_of_seeds_are_not_compared():
@@ -83,6 +84,8 @@ def test_the_verdict_counts_for_both_sides():
 @pytest.mark.parametrize(("value", "text"), [(1.26, "+1.3"), (-0.5, "−0.5"), (-0.04, "0.0"), (0.0, "0.0")])
 def test_differences_carry_their_sign(value, text):
     assert signed(value) == text
+    assert signed(22.6, "s") == "+23 s"
+    assert signed(-0.3, "s") == "0 s"
 
 
 class Links(HTMLParser):
