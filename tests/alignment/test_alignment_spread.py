@@ -99,6 +99,8 @@ for aggregation in ("nla", "exact"):
         found = [loss / 2, of_regions / 2, of_nodes / 2]
         for one, other in zip(found, [expected[0], expected[1][rows], expected[2][nodes]], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{settings}: {text}")
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
