@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_study import write_base
 
 from powerclip.analysis import study_run
 from powerclip.analysis.study import Setting, Study, read_study
@@ -22,18 +23,6 @@ from powerclip.errors import UserError
 from powerclip.objectives import build_objective
 from powerclip.train.recipe import load_recipe
 from powerclip.train.results import Results
-
-BASE = """
-model:
-  config:
-    embed_dim: 16
-    vision_cfg: {{image_size: 16, patch_size: 8, width: 16, layers: 1, head_width: 8}}
-    text_cfg: {{context_length: 40, vocab_size: 49408, width: 8, heads: 1, layers: 1}}
-data: {{source: corpus, shards: {folder}/train-*.tar, trees: {folder}/trees.tsv, workers: 0}}
-regions: {{count: 3}}
-train: {{steps: 4, batch_size: 4, device: cpu, log_every: 1}}
-evaluation: {{retrieval: {folder}/val-000.tar, composition: {folder}/sugarcrepe}}
-"""
 
 STUDY = """
 about: A trial.
@@ -48,7 +37,7 @@ settings:
 
 @pytest.fixture
 def folder(tmp_path: Path, mini_corpus: Path) -> Path:
-    (tmp_path / "base.yaml").write_text(BASE.format(folder=mini_corpus))
+    write_base(tmp_path, mini_corpus, steps=4, retrieval=True)
     (tmp_path / "study.yaml").write_text(STUDY)
     return tmp_path
 

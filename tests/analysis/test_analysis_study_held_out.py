@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_study import write_base
 from typer.testing import CliRunner
 
 from powerclip import cli
@@ -20,17 +21,6 @@ from powerclip.errors import UserError
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.pictures import TarPictures
 
-BASE = """
-model:
-  config:
-    embed_dim: 16
-    vision_cfg: {{image_size: 16, patch_size: 8, width: 16, layers: 1, head_width: 8}}
-    text_cfg: {{context_length: 40, vocab_size: 49408, width: 8, heads: 1, layers: 1}}
-data: {{source: corpus, shards: {folder}/train-*.tar, trees: {folder}/trees.tsv, workers: 0}}
-regions: {{count: 3}}
-train: {{steps: 2, batch_size: 4, device: cpu, log_every: 1}}
-evaluation: {{composition: {folder}/sugarcrepe}}
-"""
 STUDY = """
 base: base.yaml
 settings:
@@ -43,7 +33,7 @@ WILD = "  wild: {optim: {lr: 1e30}, train: {max_skipped: 0}}\n"
 @pytest.fixture
 def folder(tmp_path: Path, mini_corpus: Path) -> Path:
     """A study, and held-out data in `test.tar` and `sugarcrepe/` beside it."""
-    (tmp_path / "base.yaml").write_text(BASE.format(folder=mini_corpus))
+    write_base(tmp_path, mini_corpus)
     (tmp_path / "study.yaml").write_text(STUDY)
     shutil.copy(mini_corpus / "val-000.tar", tmp_path / "test.tar")
     shutil.copytree(mini_corpus / "sugarcrepe", tmp_path / "sugarcrepe")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_study import write_base
 from typer.testing import CliRunner, Result
 
 from powerclip import cli
@@ -19,17 +20,6 @@ from powerclip.errors import UserError
 from powerclip.train.recipe import load_recipe
 from powerclip.train.run_folder import RunFolder
 
-BASE = """
-model:
-  config:
-    embed_dim: 16
-    vision_cfg: {{image_size: 16, patch_size: 8, width: 16, layers: 1, head_width: 8}}
-    text_cfg: {{context_length: 40, vocab_size: 49408, width: 8, heads: 1, layers: 1}}
-data: {{source: corpus, shards: {folder}/train-*.tar, trees: {folder}/trees.tsv, workers: 0}}
-regions: {{count: 3}}
-train: {{steps: 2, batch_size: 4, device: cpu, log_every: 1}}
-evaluation: {{composition: {folder}/sugarcrepe}}
-"""
 ONE = "base: base.yaml\nsettings: {clip: {objective: clip}, heavy: {alignment: {weight: 3.0}}}\n"
 # The same settings as in ONE, one under another name, and one of its own.
 TWO = (
@@ -42,7 +32,7 @@ WRONG = "base: base.yaml\nsettings: {clip: {objective: clip, train: {max_skipped
 @pytest.fixture
 def folder(tmp_path: Path, mini_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two studies, and the folder as the working directory."""
-    (tmp_path / "base.yaml").write_text(BASE.format(folder=mini_corpus))
+    write_base(tmp_path, mini_corpus)
     (tmp_path / "one.yaml").write_text(ONE)
     (tmp_path / "two.yaml").write_text(TWO)
     monkeypatch.chdir(tmp_path)
