@@ -11,6 +11,7 @@ of its width and height.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from powerclip.evaluate.pictures import FilePictures
 from powerclip.evaluate.tasks import Box, PointingGame
 
 UNITS = ("pixels", "shares")
+_FAR = 1e9  # of a side of a box: what lies beyond, or is NaN, is none
 _KEYS = ("image", "caption", "phrase", "box", "boxes")
 
 
@@ -96,16 +98,19 @@ def _phrase(item: Any, images: Path, where: str) -> _Phrase:
 
 def _span(phrase: Any, caption: str, where: str) -> Span:
     if isinstance(phrase, str) and phrase.strip():
-        wanted, text = phrase.strip().lower(), caption.lower()
-        start = text.find(wanted)
-        if start < 0:
+        # Not by str.lower, which makes some letters longer: the place would be that in another text.
+        wanted = re.compile(re.escape(phrase.strip()), re.IGNORECASE)
+        found = wanted.search(caption)
+        if found is None:
             raise UserError(f"{where}: the phrase {shorten(phrase)!r} is not in the caption {shorten(caption)!r}")
-        if text.find(wanted, start + 1) >= 0:
+        if not is_word(found[0]):
+            raise UserError(f"{where}: the phrase {shorten(phrase)!r} holds no word")
+        if wanted.search(caption, found.start() + 1):
             raise UserError(
                 f"{where}: the phrase {shorten(phrase)!r} occurs more than once in the caption: "
                 "give its first character and the one after its last instead, such as [0, 5]"
             )
-        return Span(start, start + len(wanted), "")
+        return Span(found.start(), found.end(), "")
     if isinstance(phrase, list) and len(phrase) == 2 and all(type(edge) is int for edge in phrase):
         start, end = phrase
         if not 0 <= start < end <= len(caption) or not is_word(caption[start:end]):
@@ -115,7 +120,7 @@ def _span(phrase: Any, caption: str, where: str) -> Span:
 
 
 def _box(box: Any, where: str) -> Box:
-    numbers = isinstance(box, list) and all(isinstance(side, int | float) and side == side for side in box)
+    numbers = isinstance(box, list) and all(isinstance(side, int | float) and abs(side) <= _FAR for side in box)
     if not numbers or len(box) != 4:
         raise UserError(f"{where}: a box is left, top, right and bottom, got {shorten(str(box))}")
     left, top, right, bottom = map(float, box)

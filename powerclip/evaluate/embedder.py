@@ -138,7 +138,8 @@ class Embedder:
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Embeddings [texts, D] on the CPU."""
-        key = self._key([text.encode() for text in texts], "texts")
+        # Half a character, which JSON can hold, has bytes as well.
+        key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
         found = self.ranks.from_first(lambda: self._load(key))
         if found is None:
             unique = list(dict.fromkeys(texts))
@@ -214,9 +215,13 @@ class Embedder:
     def _load(self, key: str) -> dict[str, Tensor] | None:
         if self.cache is None or not (path := self.cache / f"{key}.safetensors").is_file():
             return None
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
-        return load(path.read_bytes())
+        try:
+            return load(path.read_bytes())
+        except SafetensorError:
+            return None  # torn by a crash of the machine: made anew
 
     def _store(self, key: str, tensors: dict[str, Tensor]) -> None:
         if self.cache is not None:

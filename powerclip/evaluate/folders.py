@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from powerclip.alignment.trees import shorten
 from powerclip.data.corpus import IMAGE_SUFFIXES
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
@@ -142,7 +143,7 @@ def read_winoground(folder: Path) -> CaptionPairs:
     path = folder / "examples.jsonl"
     captions: list[str] = []
     pictures: list[Path] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         try:
             item = json.loads(line)
             captions += [str(item[f"caption_{side}"]) for side in (0, 1)]
@@ -178,7 +179,7 @@ def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRet
     pictures = TarPictures([sample.picture for sample in members if sample.picture is not None])
     if members and all(sample.label is not None for sample in members):
         names = _lines(folder / "classnames.txt")
-        labels = torch.tensor([sample.label for sample in members])
+        labels = _labels(members)
         if names:
             return Classification(pictures, labels, names, _templates(folder))
         if _is_imagenet(members, str(folder)):
@@ -188,6 +189,26 @@ def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRet
     if members and all(sample.captions for sample in members):
         return _retrieval(pictures, [sample.captions for sample in members])
     raise UserError(f"{tars[0]}: every picture needs a label (.cls, .npy) or captions (.txt, .json) beside it")
+
+
+def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
+    """One class for each sample, or zeros and ones for all classes.
+
+    Raises:
+        UserError: one has something else; the message names its picture.
+    """
+    width = len(samples[0].label) if isinstance(samples[0].label, list) else None
+    for sample in samples:
+        label = sample.label
+        if width is None:
+            fits = isinstance(label, int) and label >= 0
+        else:
+            fits = isinstance(label, list) and len(label) == width and all(one in (0, 1) for one in label)
+        if not fits:
+            wanted = "a class number, from 0 on" if width is None else f"{width} zeros and ones"
+            picture = f"{sample.picture.tar}: {sample.picture.name}" if sample.picture else ""
+            raise UserError(f"{picture}: its label must be {wanted}, got {shorten(str(label))}")
+    return torch.tensor([sample.label for sample in samples])
 
 
 def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
@@ -271,7 +292,14 @@ def _templates(folder: Path, otherwise: Sequence[str] = DEFAULT_TEMPLATES) -> Se
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line.strip() for line in _text(path).splitlines() if line.strip()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text in UTF-8 ({error})") from None
 
 
 def _tars(folder: Path) -> list[Path]:

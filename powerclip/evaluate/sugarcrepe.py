@@ -115,7 +115,7 @@ def read_items(path: Path, kind: str, images: Path) -> list[Item]:
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
         rows = list(entries.values()) if isinstance(entries, Mapping) else entries
-        return [
+        items = [
             Item(row.get("kind", kind), images / row["filename"], row["caption"], row["negative_caption"])
             for row in rows
         ]
@@ -123,6 +123,10 @@ def read_items(path: Path, kind: str, images: Path) -> list[Item]:
         raise UserError(f"{path}: not a JSON file ({error})") from None
     except (TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: expected items with filename, caption and negative_caption") from None
+    for number, item in enumerate(items):
+        if not all(isinstance(text, str) for text in (item.kind, item.caption, item.negative)):
+            raise UserError(f"{path}, item {number}: kind, caption and negative_caption must be texts")
+    return items
 
 
 def _embed(encoder: DualEncoder, pictures: list[Path]) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder, digest_of
 from powerclip.evaluate.folders import read_path
 from powerclip.evaluate.ranks import on_all
-from powerclip.evaluate.suites import Benchmark, MissingError, find_benchmark
+from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, find_benchmark
 from powerclip.evaluate.tasks import Scored, Task
 from powerclip.evaluate.watch import watching
 from powerclip.files import write_whole
@@ -56,12 +57,24 @@ def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list
     """One job for each path of the user's own data, named after it; `pointing` are files of boxes."""
     jobs: list[Job] = []
     readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_path) for path in paths]
+    # A user's own data never pass for a dataset of the paper.
+    taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
     for path, read in [*readers, *((path, read_boxes) for path in pointing)]:
-        name = path.resolve().stem if path.is_file() else path.resolve().name
-        if any(job.name == name for job in jobs):
-            name = f"{path.resolve().parent.name}/{name}"
+        name = next(name for name in _names(path.resolve()) if _file_name(name) not in taken)
+        taken.add(_file_name(name))
         jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
     return jobs
+
+
+def _names(path: Path) -> Iterator[str]:
+    """What the data at a path may be called: its name, with as many folders before it as it takes, then numbered."""
+    name = path.stem if path.is_file() else path.name
+    yield name
+    for folder in path.parents:
+        if folder.name:
+            name = f"{folder.name}/{name}"
+            yield name
+    yield from (f"{name} {number}" for number in count(2))
 
 
 def jobs_for_suite(benchmarks: Sequence[Benchmark], root: Path) -> list[Job]:
@@ -173,10 +186,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a JSON file ({error})") from None
     records = content if isinstance(content, list) else [content]
-    for record in records:
-        if not isinstance(record, dict) or not {"dataset", "model", "task", "metrics"} <= record.keys():
-            raise UserError(f"{path}: no result of an evaluation (dataset, model, task and metrics are expected)")
+    if not records or not all(map(_is_result, records)):
+        raise UserError(f"{path}: no result of an evaluation (dataset, model, task and metrics are expected)")
     return records
+
+
+def _is_result(record: Any) -> bool:
+    if not isinstance(record, dict) or not {"dataset", "model", "task", "metrics"} <= record.keys():
+        return False
+    about = record.get("powerclip", {})
+    return isinstance(record["metrics"], dict) and isinstance(about, dict) and isinstance(about.get("counts", {}), dict)
 
 
 def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None, digest: str) -> list[dict[str, Any]]:

@@ -117,8 +117,10 @@ def test_a_damaged_picture_is_counted_and_too_many_fail_the_file(model, tmp_path
         ([item(phrase="a ")], "occurs more than once"),
         ([item(phrase=[3, 90])], "holds no word"),
         ([item(phrase=[1, 2])], "holds no word"),
+        ([item(caption="a dog!", phrase="!")], "holds no word"),
         ([item(phrase=None)], "'phrase' must be its text"),
         ([item(box=[1, 2, 3])], "left, top, right and bottom"),
+        ([item(box=[1, 2, 10**400, 4])], "left, top, right and bottom"),
         ([item(box=[20, 10, 5, 5])], "not a width and a height"),
         ([item(box=[50, 2, 60, 9])], "outside its picture of 40 × 20 pixels"),
         ([item(boxes=[[1, 2, 3, 4]])], "give 'box', or 'boxes'"),
@@ -131,6 +133,12 @@ def test_a_mistake_in_the_file_is_one_line_that_names_the_item(items, message, t
         read_boxes(write(tmp_path, items))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_phrase_is_found_where_it_stands_whatever_its_capitals(tmp_path):
+    # A capital dotted i has a lower case of two characters.
+    (span,) = read_boxes(write(tmp_path, [item(caption="İİ A Dog here", phrase="a dog")])).spans
+    assert (span.start, span.end) == (3, 8)
 
 
 def test_a_file_that_is_not_there_or_no_json_is_said_so(tmp_path):

@@ -97,19 +97,71 @@ def test_a_picture_in_a_tar_is_the_picture_in_its_file(model, tmp_path):
         ("a.csv", "image,caption\ngone.png\n", "line 2"),
         ("a.json", "{", "not a JSON file"),
         ("a.json", '{"0": {"filename": "gone.png", "caption": "a", "negative_caption": "b"}}', "none of the pictures"),
+        ("a.json", '[{"filename": "a.png", "caption": null, "negative_caption": "b"}]', "item 0: kind, caption and"),
         ("a.tar", "no tar", "cannot be read"),
         ("a.txt", "", "not a benchmark"),
         ("folder/x.txt", "", "holds no benchmark"),
         ("folder/examples.jsonl", '{"id": 0}', "line 1"),
+        ("folder/examples.jsonl", b"caf\xe9", "not a text in UTF-8"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_clear_line(name, content, message, tmp_path):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message) as caught:
         read_path(path.parent if path.parent.name == "folder" else path)
     assert "\n" not in str(caught.value)
+
+
+def test_class_names_in_another_encoding_are_one_clear_line(tmp_path):
+    (class_folders(tmp_path, 1) / "classnames.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(UserError, match=r"classnames\.txt: not a text in UTF-8"):
+        read_path(tmp_path)
+
+
+def saved(array):
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(array))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (("cls", "1"), ("cls", "-1"), "b.png: its label must be a class number, from 0 on, got -1"),
+        (("cls", "1"), ("npy", saved([0, 1])), "b.png: its label must be a class number"),
+        (
+            ("npy", saved([0, 1])),
+            ("npy", saved([0, 1, 1])),
+            r"b.png: its label must be 2 zeros and ones, got \[0, 1, 1\]",
+        ),
+        (("npy", saved([0, 1])), ("npy", saved([0, 7])), "b.png: its label must be 2 zeros and ones"),
+        (("npy", saved([["x"]])), ("cls", "1"), "a.png: its label must be 1 zeros and ones"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(first, second, message, tmp_path):
+    drawn = picture(tmp_path / "drawn.png", 0).read_bytes()
+    members = [("a.png", drawn), (f"a.{first[0]}", first[1]), ("b.png", drawn), (f"b.{second[0]}", second[1])]
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    with pytest.raises(UserError, match=message):
+        read_path(write_shard(tmp_path / "0.tar", members))
+
+
+def test_half_a_character_in_a_caption_is_embedded_like_any_other(model, tmp_path):
+    picture(tmp_path / "a.png", 0)
+    (tmp_path / "a.json").write_text('[{"filename": "a.png", "caption": "a \\ud83d", "negative_caption": "b"}]')
+    assert evaluate(*model, jobs_for_paths([tmp_path / "a.json"]), tmp_path / "out", model="tiny", quiet=True).results
+
+
+def test_no_dataset_takes_the_place_of_another(tmp_path):
+    tables = [caption_table(tmp_path / folder / "val", 2) for folder in "abc"]
+    own = [class_folders(tmp_path / "mine" / "cifar10", 1), tmp_path / "mine" / "cifar10"]
+    jobs = [*jobs_for_paths([*tables, *own]), *jobs_for_suite(choose("paper", ["cifar10"]), tmp_path)]
+    names = [job.name for job in jobs]
+    assert names[:4] == ["captions", "val/captions", "c/val/captions", "mine/cifar10"]
+    assert names[-1] == "cifar10"  # of the suite: the paper's tables have a column for it
+    assert len({job.file for job in jobs}) == len(jobs)
 
 
 def test_results_have_clip_benchmarks_schema_one_file_for_each_dataset(model, tmp_path):
@@ -144,6 +196,28 @@ def test_embeddings_are_computed_once_for_the_same_pictures_and_weights(model, e
     assert sum(encoded) == 2 * total
     evaluate(*tiny_model(1), jobs_for_paths([folder]), output, model="other", quiet=True)
     assert sum(encoded) == 3 * total
+
+
+def test_embeddings_that_a_power_cut_tore_are_computed_again(model, encoded, tmp_path):
+    folder, output = class_folders(tmp_path / "animals", 2), tmp_path / "results"
+    first = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+    total = sum(encoded)
+    for number, path in enumerate((output / "embeddings").iterdir()):
+        path.write_bytes(path.read_bytes()[: 100 * number])
+    again = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
+    assert again.results["animals"][0]["metrics"] == first.results["animals"][0]["metrics"]
+    assert sum(encoded) == 2 * total
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"dataset": 1, "model": 1, "task": 1, "metrics": {}, "powerclip": null}']
+)
+def test_a_result_file_that_is_none_is_measured_and_written_again(content, model, tmp_path):
+    winoground(tmp_path / "data" / "winoground", 4)
+    jobs = jobs_for_suite(choose("composition", ["winoground"]), tmp_path / "data")
+    (tmp_path / "winoground.json").write_text(content)
+    done = evaluate(*model, jobs, tmp_path, model="tiny", quiet=True)
+    assert read_records(tmp_path / "winoground.json") == done.results["winoground"]
 
 
 def test_a_suite_runs_what_is_there_and_says_where_to_get_the_rest(model, tmp_path, capsys):
