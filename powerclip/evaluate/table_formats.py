@@ -27,11 +27,11 @@ def markdown(tables: Sequence[Table]) -> str:
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     parts = []
     for table in tables:
-        header = ["Method", *(column.label for column in table.columns), "Wins"]
+        header = ["Method", *(_md(column.label) for column in table.columns), "Wins"]
         lines = [f"### {table.title}", "", f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|"]
         for row, cells in table.cells():
             shown = [marks[cell.mark].format(cell.text) for cell in cells]
-            name = row.name.replace("|", "\\|") + ("†" if row.published else "")
+            name = _md(row.name) + ("†" if row.published else "")
             lines.append(f"| {' | '.join([name, *shown, str(table.wins()[row.name])])} |")
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, f"{wins_line(tables)}\n\n{note(tables)}"]) + "\n"
@@ -175,7 +175,10 @@ def render(tables: Sequence[Table], form: str) -> str:
     return FORMATS[form](tables)
 
 
+def _md(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
 def _tex(text: str) -> str:
-    for character in "&%$#_{}":
-        text = text.replace(character, f"\\{character}")
-    return text
+    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub(r"[\\~^&%$#_{}]", lambda found: named.get(found[0], f"\\{found[0]}"), text)

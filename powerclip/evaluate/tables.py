@@ -6,6 +6,7 @@ Averages are computed from the columns, for published rows too; docs/paper-notes
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -164,7 +165,11 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
 
 
 def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = True) -> list[Table]:
-    """The tables that the results have something for; all of the paper's where there are no results."""
+    """The tables that the results have something for; all of the paper's where there are no results.
+
+    Raises:
+        UserError: they have nothing for any.
+    """
     measured = measured_rows(records)
     tables = []
     for key, (title, columns) in layouts().items():
@@ -185,11 +190,17 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
         known = {column.key: column for record in records for column in _own(record)}
         columns = tuple(known[key] for key in dict.fromkeys(key for row in own for key in row.values))
         tables.append(Table("own", "Other data", columns, tuple(own), False))
+    if not tables:
+        raise UserError("none of the results has a metric that the tables show")
     return tables
 
 
 def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Model → table → column → percent. What is in none of the paper's tables is in table `own`."""
+    """Model → table → column → percent. What is in none of the paper's tables is in table `own`.
+
+    Raises:
+        UserError: two results of a model on a dataset differ: one of them would not be seen.
+    """
     plain = {benchmark.key: benchmark.suite for benchmark in BENCHMARKS}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for record, name in zip(records, _names(records), strict=True):
@@ -197,22 +208,29 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         dataset, task, metrics = _dataset(str(record["dataset"])), record["task"], record["metrics"]
         head, _, part = dataset.rpartition("/")
         if task == "linear_probe" and f"{dataset}:probe" in plain:
-            values = ("probe", {dataset: metrics["lp_acc1"]})
+            values = ("probe", {dataset: metrics.get("lp_acc1")})
         elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:
             values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in _recalls(metrics).items()})
         elif dataset == "winoground":
             own = {"text": "text_acc", "image": "image_acc", "group": "acc"}
-            values = ("winoground", {key: metrics[metric] for key, metric in own.items()})
+            values = ("winoground", {key: metrics.get(metric) for key, metric in own.items()})
         elif head == "sugar_crepe" and part in KINDS and _complete(record):
-            values = ("sugarcrepe_kinds", {part: metrics["acc"]})
+            values = ("sugarcrepe_kinds", {part: metrics.get("acc")})
         elif task == "zeroshot_classification" and plain.get(dataset) in ("classification", "robustness"):
             values = (plain[dataset], {dataset: metrics.get("acc1", metrics.get("mean_average_precision"))})
         else:
             values = ("own", {column.key: value for column, value in _own(record).items()})
         key, shares = values
-        known = {label: 100 * value for label, value in shares.items() if value is not None}
+        known = {label: 100 * value for label, value in shares.items() if _is_number(value)}
         if known:
-            tables.setdefault(key, {}).update(known)
+            row = tables.setdefault(key, {})
+            differ = next((label for label, value in known.items() if show(row.get(label, value)) != show(value)), None)
+            if differ:
+                raise UserError(
+                    f"two results of {name} on {record['dataset']} differ, {show(row[differ])} and "
+                    f"{show(known[differ])}: leave one of them out"
+                )
+            row.update(known)
     for tables in found.values():
         kinds = tables.get("sugarcrepe_kinds", {})
         # A group is the mean over its kinds: with one of them missing it would be another number.
@@ -221,6 +239,11 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         if groups:
             tables["sugarcrepe"] = groups
     return found
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be shown; what another tool left out, or computed as NaN, was not measured."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:

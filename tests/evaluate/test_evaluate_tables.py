@@ -125,6 +125,13 @@ def test_models_of_the_same_name_stay_apart_by_their_weights():
     assert set(measured_rows(records[:1])) == {"ours"}
 
 
+def test_of_two_results_of_a_model_none_is_dropped_in_silence():
+    records = [result("cifar10", {"acc1": share}) for share in (0.5, 0.5, 0.7)]
+    assert measured_rows(records[:2])["ours"]["classification"] == {"cifar10": 50}
+    with pytest.raises(UserError, match=r"two results of ours on cifar10 differ, 50\.0 and 70\.0: leave one"):
+        measured_rows(records)
+
+
 def test_a_table_that_another_one_repeats_adds_no_wins():
     everything = build_tables([])
     assert sum(1 for table in everything if not table.counted) == 1
@@ -173,6 +180,36 @@ def test_averages_of_all_rows_are_computed_not_copied():
     (table,) = [table for table in build_tables([]) if table.key == "classification"]
     row = table.rows[0]
     assert table.value(row, table.columns[-1]) == pytest.approx(mean(row.values.values()))
+
+
+def test_metrics_that_are_missing_or_no_numbers_are_dashes():
+    records = [
+        result("winoground", {"acc": 0.3}, "image_caption_selection"),
+        result("cifar10", {}, "linear_probe"),
+        result("sugar_crepe/add_obj", {"text_acc": 0.3}, "image_caption_selection"),
+        result("pets", {"acc1": float("nan")}),
+        result("dtd", {"acc1": "high"}),
+    ]
+    (table,) = build_tables(records, with_published=False)
+    assert [cell.text for cell in table.cells()[0][1]] == ["–", "–", "30.0"]
+    with pytest.raises(UserError, match="none of the results has a metric"):
+        build_tables(records[1:])
+
+
+def test_names_do_not_break_a_format():
+    tables = build_tables([result("a|b", {"acc1": 0.5}, model="C:\\x~1^2")])
+    assert r"| Method | a\|b | Wins |" in markdown(tables)
+    assert r"C:\textbackslash{}x\textasciitilde{}1\textasciicircum{}2" in render(tables, "tex")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[], result("cifar10", None), {**result("cifar10", {"acc1": 0.5}), "powerclip": None}],
+)
+def test_a_file_that_holds_no_whole_result_is_named(content, tmp_path):
+    (tmp_path / "z.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"z\.json: no result of an evaluation"):
+        collect([tmp_path])
 
 
 def test_results_are_collected_from_folders_and_strangers_are_named(tmp_path):
