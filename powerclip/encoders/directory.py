@@ -132,6 +132,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a readable model config: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_cfg"), dict):
         raise UserError(f"{path}: a saved model's config needs 'model_cfg'")
+    if not isinstance(content.get("preprocess_cfg") or {}, dict):
+        raise UserError(f"{path}: preprocess_cfg is a mapping, not {type(content['preprocess_cfg']).__name__}")
     return content
 
 

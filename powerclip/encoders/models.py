@@ -93,6 +93,7 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(f"{source}: these towers cannot be built: {reason(error)}") from error
     preprocess = merge_preprocess_dict(PreprocessCfg(), blueprint.preprocess)
+    _check_preprocess(preprocess, source)
     open_clip.set_model_preprocess_cfg(clip, preprocess | {"size": clip.visual.image_size})
     try:
         model = DualEncoder(clip, config)
@@ -130,6 +131,21 @@ def check_config(config: object, source: str) -> None:
     for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
         _check_keys(config[part], [item.name for item in dataclasses.fields(kind)], source, f"{part}.")
     _check_heads(config, source)
+
+
+def _check_preprocess(preprocess: dict[str, Any], source: str) -> None:
+    """Raise `UserError` for what open_clip's transform would meet with an assertion, or each picture with an error."""
+    for part in ("mean", "std"):
+        values = preprocess[part]
+        numbers = isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
+        if not numbers or len(values) != 3 or (part == "std" and min(values) <= 0):
+            raise UserError(f"{source}: preprocess_cfg.{part} must be three numbers{' above 0' * (part == 'std')}")
+    choices = {"interpolation": ("bicubic", "bilinear", "random"), "resize_mode": ("shortest", "longest", "squash")}
+    for part, known in choices.items():
+        if preprocess[part] not in known:
+            raise UserError(
+                f"{source}: preprocess_cfg.{part} must be one of {', '.join(known)}, not {preprocess[part]!r}"
+            )
 
 
 def _check_keys(given: dict[str, Any], known: list[str], source: str, where: str) -> None:

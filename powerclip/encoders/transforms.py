@@ -47,7 +47,10 @@ def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenize
     options: dict[str, Any] = text.get("tokenizer_kwargs") or {}
     name = text.get("hf_tokenizer_name")
     if not name:
-        return SimpleTokenizer(context_length=model.context_length, **options)
+        try:
+            return SimpleTokenizer(context_length=model.context_length, **options)
+        except TypeError as error:
+            raise UserError(f"text_cfg.tokenizer_kwargs: {reason(error)}") from error
     stored = directory is not None and any(directory.glob("tokenizer*"))
     try:
         return HFTokenizer(

@@ -150,6 +150,14 @@ def test_saved_files_can_be_read_by_whoever_the_umask_allows(tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()} == {expected}
 
 
+PREPROCESSING = {
+    "a list": [1],
+    "two means": {"mean": [0.5, 0.5]},
+    "no spread": {"std": [0, 1, 1]},
+    "cubic": {"interpolation": "cubic"},
+}
+
+
 def damage(directory: Path, how: str) -> None:
     config, weights = directory / "open_clip_config.json", directory / "open_clip_model.safetensors"
     content = json.loads(config.read_text())
@@ -180,10 +188,14 @@ def damage(directory: Path, how: str) -> None:
         content["model_cfg"]["text_cfg"]["context_length"] = 20
     elif how == "another layout":
         content["model_cfg"]["vision_cfg"]["layers"] = 3
+    elif how in PREPROCESSING:
+        content["preprocess_cfg"] = PREPROCESSING[how]
+    elif how == "tokenizer":
+        content["model_cfg"]["text_cfg"]["tokenizer_kwargs"] = {"lowercase": True}
     elif how == "fewer":
         tensors = load_file(weights)
         save_file({name: value for name, value in tensors.items() if name != "visual.proj"}, weights)
-    if how in ("wider", "longer", "another layout"):
+    if how in ("wider", "longer", "another layout", "tokenizer", *PREPROCESSING):
         config.write_text(json.dumps(content))
 
 
@@ -202,6 +214,11 @@ def damage(directory: Path, how: str) -> None:
         ("wider", r"of another shape \(first .*24\] in the file, .*32\] by the config"),
         ("longer", r"positional_embedding: \[16, 40\] in the file, \[20, 40\] by the config"),
         ("another layout", r"12 missing \(first visual.transformer.resblocks.2"),
+        ("a list", "open_clip_config.json: preprocess_cfg is a mapping, not list"),
+        ("two means", "open_clip_config.json: preprocess_cfg.mean must be three numbers"),
+        ("no spread", "open_clip_config.json: preprocess_cfg.std must be three numbers above 0"),
+        ("cubic", "preprocess_cfg.interpolation must be one of bicubic, bilinear, random, not 'cubic'"),
+        ("tokenizer", "text_cfg.tokenizer_kwargs: .*'lowercase'"),
         ("fewer", r"1 missing \(first visual.proj\)"),
     ],
 )
