@@ -165,3 +165,10 @@ def test_an_interrupted_run_says_how_to_go_on_and_exits_as_shells_expect(tmp_pat
     assert code == 130
     assert "--resume" in error
     assert str(tmp_path / "run") in error
+
+
+def test_an_index_is_not_silently_kept_somewhere_else(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.tar").touch()
+    code, said = call(monkeypatch, capsys, "index", tmp_path / "a.tar", "--sidecars", tmp_path / "a.tar")
+    assert code == 2
+    assert said.endswith("a.tar: it is a file, not a folder\n")

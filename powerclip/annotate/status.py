@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from powerclip.annotate.shards import fingerprint
+from powerclip.annotate.shards import fingerprint, is_url
 from powerclip.data.sidecar import Kind, SidecarError, SidecarInfo, read_info, sidecar_path
 from powerclip.errors import UserError
 
@@ -77,7 +77,11 @@ class Coverage:
 
 
 def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Coverage]:
-    """The coverage of shards, whose sidecars lie beside them or in a folder."""
+    """The coverage of shards, whose sidecars lie beside them or in a folder.
+
+    Raises:
+        UserError: there is nothing of any of them.
+    """
     found = []
     for kind in KINDS:
         coverage = Coverage(kind, len(shards))
@@ -99,6 +103,9 @@ def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Co
             else:
                 coverage.add(info, path.stat().st_size)
         found.append(coverage)
+    known = any(coverage.annotated or coverage.stale for coverage in found)
+    if not known and not any(is_url(shard) or Path(shard).exists() for shard in shards):
+        raise UserError(f"there is neither {shards[0]} nor a sidecar of it{' or of the others' * (len(shards) > 1)}")
     return found
 
 

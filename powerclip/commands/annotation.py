@@ -170,7 +170,10 @@ def index(
     Worth a command of its own before hundreds of processes start: each tar is read once, by all cores of one machine.
     """
     from powerclip.data.shards import expand_shards, open_shards
+    from powerclip.errors import UserError
 
+    if sidecars is not None and sidecars.exists() and not sidecars.is_dir():
+        raise UserError(f"--sidecars {sidecars}: it is a file, not a folder")
     paths = [path for text in shards for path in expand_shards(text, "SHARDS")]
     found = open_shards(paths, sidecars, strict=strict, progress=not quiet)
     if not quiet:

@@ -119,6 +119,7 @@ def test_status_finds_sidecars_in_their_own_folder(powerclip, tmp_path):
         (["trees", "SHARD", "--parser", "embeded"], "did you mean 'embedded'?"),
         (["regions", "SHARD", "--segmenter", "sam"], "there are superpixels, mobile_sam, sam2, coco"),
         (["regions", "SHARD", "--segmenter", "mobile_sam"], "give the weights file with --weights"),
+        (["regions", "SHARD", "--weights", "mobile_sam.pt"], "superpixels takes no weights"),
         (["regions", "SHARD", "--set", "most"], "write NAME=NUMBER, such as points=32"),
         (["regions", "SHARD", "--set", "mots=3"], "did you mean 'most'?"),
         (["trees", "SHARD", "--engine", "rai"], "did you mean 'ray'?"),
@@ -126,6 +127,7 @@ def test_status_finds_sidecars_in_their_own_folder(powerclip, tmp_path):
         (["trees", "s3://bucket/0.tar"], "give --sidecars DIR"),
         (["trees", "SHARD", "--parser", "flat", "--sidecars", "SHARD"], "File exists"),
         (["status", "EMPTY"], "holds neither sidecars nor tars"),
+        (["status", "nowhere"], "there is neither nowhere nor a sidecar of it"),
     ],
 )
 def test_what_is_typed_wrong_is_one_line_and_exit_code_2(powerclip, tmp_path, arguments, message):

@@ -32,6 +32,10 @@ def load_segmenter(
     if name == "superpixels":
         from powerclip.annotate.segmenters.superpixels import SuperpixelOptions, Superpixels
 
+        if weights is not None:
+            raise UserError(
+                f"segmenter superpixels takes no weights: name the one that {weights} is for with --segmenter"
+            )
         _check(name, options, SuperpixelOptions)
         return Superpixels(**options)
     if name == "coco":

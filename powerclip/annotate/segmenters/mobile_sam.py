@@ -108,8 +108,8 @@ def load_network(weights: Path) -> MobileSamNetwork:
     except FileNotFoundError:
         raise UserError(f"no weights file {weights}; mobile_sam.pt is at github.com/ChaoningZhang/MobileSAM") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{weights} cannot be read as a weights file: {reason}") from None
+        # What torch says is advice to programmers, on how to load files that are not to be trusted.
+        raise UserError(f"{weights} cannot be read as a weights file ({type(error).__name__}): copy it again") from None
     if not isinstance(state, dict):
         raise UserError(f"{weights} is no weights file of MobileSAM")
     network = MobileSamNetwork()
