@@ -252,7 +252,7 @@ def from_content(content: Any, where: str) -> Cost:
         if "sweep" in rows[0]:
             return Cost(curves=(_scoring(rows, on),))
         return Cost(bars=(_steps(rows, on),))
-    except (KeyError, IndexError, TypeError):
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
         raise wrong from None
 
 
@@ -265,7 +265,7 @@ def _ours(content: Mapping[str, Any]) -> Cost:
         if row["M"] is None:
             level = (row["way"], row["ms"], row["gib"])
         else:
-            lines.setdefault(row["way"], []).append((row["M"], row["ms"], row["gib"]))
+            lines.setdefault(row["way"], []).append((int(row["M"]), float(row["ms"]), row["gib"]))
     about = f"{content['pairs']} pairs, {content['nodes']} nodes\n{content['machine']}"
     return Cost(
         (Curves(f"A training step, {about}", lines, level),),
@@ -274,7 +274,12 @@ def _ours(content: Mapping[str, Any]) -> Cost:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
-    return tuple(Bar(row["method"], row["relative"], row["smallest"], row["largest"], row.get("paper")) for row in rows)
+    if not rows:
+        raise ValueError("no method was measured")
+    return tuple(
+        Bar(row["method"], float(row["relative"]), float(row["smallest"]), float(row["largest"]), row.get("paper"))
+        for row in rows
+    )
 
 
 def _scoring(rows: Sequence[Mapping[str, Any]], on: str) -> Curves:
@@ -292,6 +297,8 @@ def _steps(rows: Sequence[Mapping[str, Any]], on: str) -> Bars:
     """`benchmarks/step.py`: whole steps in several settings."""
     clip = next((row["ms"] for row in rows if row["name"] == "our CLIP"), None) or rows[0]["ms"]
     shown = [row for row in rows if row["ms"] is not None]
+    if not shown:
+        raise ValueError("no step was measured")
     bars = [(row["name"], row["ms"], row.get("spread") or 0.0) for row in shown]
     return Bars(
         f"A training step beside our CLIP's\n{on}",

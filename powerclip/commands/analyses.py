@@ -57,7 +57,7 @@ def analyse_nla(
     "cost",
     epilog="\b\nExamples:\n"
     "  powerclip analyse cost\n"
-    "  powerclip analyse cost --from benchmarks/results/2026-11-15-methods-cuda.json -o runs/h200",
+    "  powerclip analyse cost --from benchmarks/results/2026-11-15-step-cuda.json -o runs/h200",
 )
 def analyse_cost(
     sources: Annotated[

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,7 +106,23 @@ def test_results_of_the_benchmarks_are_recognised_by_what_they_hold(tmp_path):
     assert len(cost_figure(cost.merge(found)).axes) == 4
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"origin": {}, "rows": [{"name": "x"}]}'])
+ON = '"origin": {"machine": "x"}, "about": "y"'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"rows": []}',
+        '{"origin": {}, "rows": [{"name": "x"}]}',
+        f'{{{ON}, "rows": [{{"name": "x", "ms": 0}}]}}',
+        f'{{{ON}, "rows": [{{"name": "x", "ms": null}}]}}',
+        f'{{{ON}, "rows": [{{"method": "clip", "relative": null, "smallest": 1, "largest": 1}}]}}',
+        '{"steps": [], "methods": [], "pairs": 1, "nodes": 1, "machine": "x"}',
+        '{"steps": [{"way": "a", "M": 1, "ms": "b", "gib": 1}], "methods": [], "pairs": 1, "nodes": 1, "machine": "x"}',
+    ],
+)
 def test_a_file_that_holds_no_cost_is_one_clear_line(content, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(content)
@@ -115,7 +133,9 @@ def test_a_file_that_holds_no_cost_is_one_clear_line(content, tmp_path):
 
 
 def test_the_command_shows_examples():
-    assert "powerclip analyse cost --from" in CliRunner().invoke(cli.app, ["analyse", "cost", "--help"]).stdout
+    shown = CliRunner().invoke(cli.app, ["analyse", "cost", "--help"]).stdout
+    (example,) = re.findall(r"powerclip analyse cost --from (\S+)", shown)
+    assert lines(read_cost(Path(__file__).parents[2] / example))
 
 
 def test_the_peak_is_that_of_the_tensors_that_live_at_the_same_time():
