@@ -353,9 +353,8 @@ def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str],
         text += markdown(lines, ["samples", "main process", "workers together"])
     # A part is a result of its own.
     part = "" if arguments.only == KINDS else "-" + "-".join(arguments.only).replace("×", "x") if rows else "-memory"
-    path = write_result(
-        arguments.output, f"data{part}-cpu", made, {"rows": [asdict(row) for row in rows], "memory": memory}, text
-    )
+    name = "data-tiny" if arguments.tiny else f"data{part}-cpu"
+    path = write_result(arguments.output, name, made, {"rows": [asdict(row) for row in rows], "memory": memory}, text)
     print(text, f"\nwritten to {path}.md", sep="\n")
 
 

@@ -21,7 +21,7 @@ def run(name: str, folder: Path, *options: str) -> dict:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--tiny", "--output", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    (result,) = folder.glob("*.json")
+    (result,) = folder.glob("*-tiny.json")  # never the name of a measurement
     return json.loads(result.read_text())
 
 
