@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `powerclip --help` need no
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -19,6 +20,8 @@ from powerclip.errors import UserError
 
 # Seconds in which torchrun ends all ranks after the first one has failed.
 FIRST_RANK_SPEAKS = 10
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file allowed
 
 app = typer.Typer(
     name="powerclip",
@@ -45,6 +48,8 @@ def main() -> None:
 
         fail(WORKER_KILLED)
     except OSError as error:
+        if error.filename is None and error.errno in FULL:  # from a file that was open already
+            fail(f"{error.strerror}: make room where the output goes; finished runs and checkpoints are kept")
         if error.filename is None or error.strerror is None:
             raise
         fail(f"{error.filename}: {error.strerror}")

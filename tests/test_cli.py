@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import powerclip
 from powerclip import cli
 from powerclip.errors import UserError
+from powerclip.files import write_whole
 from powerclip.train.metrics import read_metrics
 
 ROOT = Path(powerclip.__file__).parents[1]
@@ -134,6 +135,7 @@ def test_wrong_usage_is_exit_code_2(monkeypatch, capsys, arguments):
         (UserError("two\nlines"), "powerclip: error: two lines\n"),
         (FileNotFoundError(2, "No such file or directory", "x.png"), "powerclip: error: x.png: No such file"),
         (PermissionError(13, "Permission denied", "/secret/x"), "powerclip: error: /secret/x: Permission denied"),
+        (OSError(28, "No space left on device"), "powerclip: error: No space left on device: make room"),
     ],
 )
 def test_what_a_command_raises_for_its_user_becomes_one_line(monkeypatch, capsys, raised, expected):
@@ -172,3 +174,14 @@ def test_an_index_is_not_silently_kept_somewhere_else(tmp_path, monkeypatch, cap
     code, said = call(monkeypatch, capsys, "index", tmp_path / "a.tar", "--sidecars", tmp_path / "a.tar")
     assert code == 2
     assert said.endswith("a.tar: it is a file, not a folder\n")
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypatch):
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*results\.json'"):
+        write_whole(tmp_path / "results.json", b"{}")
+    assert list(tmp_path.iterdir()) == []

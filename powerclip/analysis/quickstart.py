@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from powerclip.evaluate.scenes import evaluate_scenes
 from powerclip.files import write_whole
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
-from powerclip.train.recipe import Recipe, differences, load_recipe, parse_recipe
+from powerclip.train.recipe import Recipe, differences, load_recipe
 from powerclip.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -131,11 +132,8 @@ def _trained(
 def _train(recipe: Recipe, folder: RunFolder, quiet: bool, console: Console) -> DualEncoder:
     same = False
     if folder.recipe.is_file():
-        try:
-            begun = parse_recipe(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
-            same = not differences(begun, recipe)
-        except UserError:
-            pass  # a snapshot that an older version wrote: as good as another recipe
+        with suppress(UserError):  # damaged, or written by an older version: as good as another recipe
+            same = not differences(folder.begun(), recipe)
     if same and folder.finished:
         if not quiet:
             console.print(f"{folder.root} is already trained", highlight=False)

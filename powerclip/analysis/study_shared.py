@@ -10,7 +10,7 @@ from pathlib import Path
 
 from powerclip.errors import UserError
 from powerclip.files import write_whole
-from powerclip.train.recipe import FREE_ON_RESUME, Recipe, differences, parse_recipe
+from powerclip.train.recipe import FREE_ON_RESUME, Recipe, differences
 from powerclip.train.results import Results, read_results
 from powerclip.train.run_folder import RunFolder
 
@@ -20,10 +20,10 @@ def finished(folder: RunFolder, recipe: Recipe) -> Results | None:
     if not folder.finished or not folder.recipe.is_file():
         return None
     try:
-        begun = parse_recipe(folder.recipe.read_text(encoding="utf-8"), str(folder.recipe))
-        same = not differences(begun, recipe) and begun.evaluation == recipe.evaluation
+        begun = folder.begun()
+        same = not differences(begun, recipe, counted=False) and begun.evaluation == recipe.evaluation
         return read_results(folder.results) if same else None
-    except UserError:  # written by an older version: as good as another recipe
+    except UserError:  # damaged, or written by an older version: as good as another recipe
         return None
 
 
@@ -34,6 +34,8 @@ def identity(recipe: Recipe) -> str:
         section, key = name.split(".")
         if section != "evaluation":
             del values[section][key]
+    if recipe.train.epochs is not None and recipe.data.samples is None:
+        del values["train"]["steps"]  # they follow from the data, which a run counts when it begins
     return json.dumps(values, sort_keys=True)
 
 
@@ -72,23 +74,25 @@ class FinishedRuns:
                 for results in sorted(table.parent.glob("*/seed-*/results.json")):
                     folder = RunFolder(results.parent)
                     with suppress(UserError, OSError):
-                        text = folder.recipe.read_text(encoding="utf-8")
-                        self.add(folder, parse_recipe(text, str(folder.recipe)))
+                        self.add(folder, folder.begun())
 
 
 def take_over(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: bool) -> None:
     """Copy a finished run, with `model` its model too, over whatever run the folder holds.
 
     Raises:
-        UserError: the folder holds something that is not a run.
+        UserError: the folder holds something that is not a run, or a file could not be copied.
     """
     folder.check_free(overwrite=True)
     folder.begin(recipe)
     left = {source.results, source.checkpoints} | (set() if model else {source.model})
-    shutil.copytree(
-        source.root,
-        folder.root,
-        ignore=lambda inside, names: {name for name in names if Path(inside, name) in left},
-        dirs_exist_ok=True,
-    )
+    try:
+        shutil.copytree(
+            source.root,
+            folder.root,
+            ignore=lambda inside, names: {name for name in names if Path(inside, name) in left},
+            dirs_exist_ok=True,
+        )
+    except shutil.Error as error:  # one entry for each file: its path, the copy's, why
+        raise UserError(f"{source.root} could not be copied: {error.args[0][0][2]}") from None
     write_whole(folder.results, source.results.read_bytes())  # last, as a run does: now it is finished

@@ -80,8 +80,8 @@ def packages() -> dict[str, str]:
 def note_environment(path: Path, step: int) -> None:
     """Add this process, which begins after `step`, to the list in `path`."""
     try:
-        sessions = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     except ValueError:  # not worth stopping a run for
-        sessions = []
-    sessions.append({"after_step": step, **environment()})
+        before = []
+    sessions = [*(before if isinstance(before, list) else []), {"after_step": step, **environment()}]
     write_whole(path, (json.dumps(sessions, indent=1) + "\n").encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from powerclip.files import write_whole
 
 # Fifty dead steps in a row do not come from noise: a batch of learning rows always ranks some of them right.
 WINDOW = 50
@@ -39,9 +40,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         kept = [row for row in read_metrics(path) if row["step"] <= after] if after else []
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1 if after else None)
         self._also = also
@@ -64,13 +63,15 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a `metrics.jsonl`; a last line that was cut off is left out."""
+    """The rows of a `metrics.jsonl` up to the first that is damaged, such as a last line that was cut off."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
+            return
+        if not isinstance(row, dict) or "step" not in row:
             return
         yield row
 

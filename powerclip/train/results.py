@@ -10,6 +10,7 @@ from statistics import median
 
 from powerclip.errors import UserError
 from powerclip.files import write_whole
+from powerclip.train import schema
 
 # The first logged steps compile, warm caches up and wait for the first batches.
 WARM_UP_ROWS = 2
@@ -34,8 +35,11 @@ def write_results(path: Path, results: Results) -> None:
 def read_results(path: Path) -> Results:
     """Read the file back; UserError when it is damaged or not one of ours."""
     try:
-        return Results(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+        results = Results(**schema.check(json.loads(path.read_text(encoding="utf-8")), Results, str(path)))
+        if not all(isinstance(value, int | float) for value in (*results.scores.values(), *results.last.values())):
+            raise TypeError("a score or a logged value is not a number")
+        return results
+    except (ValueError, TypeError, UserError):
         raise UserError(f"{path}: not the results of a run; remove it to run again") from None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from powerclip.errors import UserError
+from powerclip.files import write_whole
 from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 
@@ -85,13 +85,19 @@ class RunFolder:
         for file in (self.metrics, self.environment):
             file.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
-        unfinished = self.recipe.with_name(f".{self.recipe.name}.unfinished")
-        unfinished.write_text(dump(recipe), encoding="utf-8")
-        os.replace(unfinished, self.recipe)
+        write_whole(self.recipe, dump(recipe).encode())
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
         return self.recipe.is_file()
+
+    def begun(self) -> Recipe:
+        """The recipe that the run here was begun with; UserError when its file is damaged or of another version."""
+        try:
+            text = self.recipe.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{self.recipe}: not a text file; the run has to start again with --overwrite") from None
+        return parse_recipe(text, str(self.recipe))
 
     def check_same(self, recipe: Recipe, *, counted: bool = True) -> None:
         """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`.
@@ -100,8 +106,7 @@ class RunFolder:
         """
         if not self.recipe.is_file():
             raise UserError(f"nothing to resume in {self.root}; leave --resume out to begin a run there")
-        begun = parse_recipe(self.recipe.read_text(encoding="utf-8"), str(self.recipe))
-        changed = differences(begun, recipe, counted=counted)
+        changed = differences(self.begun(), recipe, counted=counted)
         if changed:
             shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             raise UserError(f"cannot resume {self.root} with another recipe ({shown})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from powerclip.analysis.study import read_study
 from powerclip.analysis.study_run import run_study
 from powerclip.analysis.study_shared import FinishedRuns, identity, take_over
 from powerclip.errors import UserError
+from powerclip.train import run_folder
 from powerclip.train.recipe import load_recipe
 from powerclip.train.run_folder import RunFolder
 
@@ -205,8 +207,8 @@ def test_finished_runs_are_read_once_and_only_where_a_study_is(folder, monkeypat
     (folder / "runs/other/clip/seed-0").mkdir(parents=True)  # no table.md: not a study
     (folder / "runs/other/clip/seed-0/results.json").write_text("{}")
     parsed: list[str] = []
-    original = study_shared.parse_recipe
-    monkeypatch.setattr(study_shared, "parse_recipe", lambda text, where: parsed.append(where) or original(text, where))
+    original = run_folder.parse_recipe
+    monkeypatch.setattr(run_folder, "parse_recipe", lambda text, where: parsed.append(where) or original(text, where))
     shared, unknown = FinishedRuns(), load_recipe("base.yaml", ["alignment.weight=7"])
     for _ in range(3):
         assert shared.find(unknown, Path("runs/new")) is None
@@ -238,3 +240,34 @@ def test_nothing_but_a_run_is_replaced(folder):
     with pytest.raises(UserError, match="not empty and not a run"):
         take_over(source, RunFolder(notes.parent), load_recipe("base.yaml"), model=False)
     assert list(notes.parent.iterdir()) == [notes]
+
+
+def test_runs_of_epochs_are_kept_and_shared_although_their_steps_follow_from_the_data(folder, trained):
+    (folder / "base.yaml").write_text((folder / "base.yaml").read_text().replace("steps: 2", "epochs: 1"))
+    run("one")
+    assert trained == ["one/clip/seed-0", "one/heavy/seed-0"]
+    trained.clear()
+    assert run("one").count("(finished before)") == 2
+    assert run("two").count("(taken from one)") == 2
+    assert trained == ["two/light/seed-0"]
+
+
+def test_a_finished_run_whose_recipe_is_no_text_any_more_is_trained_again(folder, trained):
+    run("one")
+    trained.clear()
+    (folder / "runs" / "one" / "clip" / "seed-0" / "recipe.yaml").write_bytes(b"\xff\x80")
+    run("two")
+    assert trained == ["two/baseline/seed-0", "two/light/seed-0"]
+    assert "clip, seed 0: " in run("one")
+
+
+def test_a_run_that_cannot_be_copied_is_a_failure_of_its_own(folder, monkeypatch):
+    run("one")
+
+    def full(*_: object, **__: object) -> None:
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")])
+
+    monkeypatch.setattr(study_shared.shutil, "copytree", full)
+    printed = run("two")
+    assert printed.count("could not be copied: [Errno 28] No space left on device") >= 2
+    assert "light, seed 0: composition" in printed

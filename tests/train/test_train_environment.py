@@ -46,8 +46,9 @@ def test_each_start_of_a_run_adds_an_entry(tmp_path):
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())) == 1
 
 
-def test_a_damaged_file_does_not_keep_a_run_from_starting(tmp_path):
+@pytest.mark.parametrize("content", ["[{", "{}"])
+def test_a_damaged_file_does_not_keep_a_run_from_starting(tmp_path, content):
     path = tmp_path / "environment.json"
-    path.write_text("[{")
+    path.write_text(content)
     note_environment(path, 3)
     assert [entry["after_step"] for entry in json.loads(path.read_text())] == [3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from powerclip.train.metrics import WINDOW, CollapseWatch, MetricsLog, read_metrics
@@ -60,3 +61,10 @@ def test_an_objective_without_alignment_is_not_watched():
     for _ in range(2 * WINDOW):
         watch.add({"clip": torch.tensor(1.0)})
     assert watch.warning() is None
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\x80\n", b"5\n", b'{"loss": 1.0}\n'])
+def test_rows_are_read_up_to_the_first_that_is_damaged(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + damage)
+    assert list(read_metrics(path)) == [{"step": 1, "loss": 2.0}]

@@ -15,7 +15,17 @@ def test_results_are_read_back_as_they_were_written(tmp_path):
     assert read_results(tmp_path / "results.json") == results
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"steps": 1}', '{"steps": 1, "more": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"steps": 1}',
+        '{"steps": 1, "more": 2}',
+        '{"steps": 1, "seconds": 1, "seconds_per_step": null, "scores": null, "last": {}}',
+        '{"steps": 1, "seconds": 1, "seconds_per_step": null, "scores": {"retrieval/mean": "high"}, "last": {}}',
+    ],
+)
 def test_a_file_that_is_something_else_is_named(tmp_path, content):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(UserError, match=r"results\.json: not the results of a run"):
