@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -95,11 +96,11 @@ class AlignmentConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"alignment.{name} must lie in [0, 1], not {getattr(self, name)}")
         for name in ("tau", "scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"alignment.{name} must be positive, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"alignment.{name} must be positive and finite, not {getattr(self, name)}")
         for name in ("gamma", "weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"alignment.{name} must not be negative, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"alignment.{name} must be finite and not negative, not {getattr(self, name)}")
         if self.k < 1:
             raise ValueError(f"alignment.k must be at least 1, not {self.k}")
         if self.anneal and self.negatives != "k":

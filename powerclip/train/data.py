@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from open_clip import CLIPTextCfg
 
 from powerclip.data.corpus import Corpus, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
@@ -124,7 +125,7 @@ def make_loader(
     different lengths of captions; `ranks` share each batch; `warn` is told, once, of each kind of fault in shards.
     """
     pixels = encoder.clip.visual.preprocess_cfg
-    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
+    tokenizer = _checked_tokenizer(encoder)
     data = recipe.data
     shared: dict[str, Any] = {
         "image_size": encoder.image_size,
@@ -196,6 +197,16 @@ def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
     """Let a model that is trained on squashed pictures say so: whoever evaluates it then squashes them too."""
     if recipe.data.source == "corpus":
         encoder.clip.visual.preprocess_cfg = {**encoder.clip.visual.preprocess_cfg, "resize_mode": "squash"}
+
+
+def _checked_tokenizer(encoder: DualEncoder) -> CaptionTokenizer:
+    """The encoder's tokenizer; UserError when it has tokens that the text tower does not."""
+    tokenizer = tokenizer_for(encoder)
+    known = encoder.config["text_cfg"].get("vocab_size", CLIPTextCfg.vocab_size)
+    needed = getattr(tokenizer, "vocab_size", 0)  # Hugging Face's do not say it
+    if known < needed:
+        raise UserError(f"model.config: text_cfg.vocab_size is {known}, but the tokenizer has {needed} tokens")
+    return CaptionTokenizer(tokenizer)
 
 
 def _sidecar_folder(data: DataSection) -> Path | None:

@@ -316,7 +316,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"command line: {text!r} is not key=value (for example optim.lr=1e-3)")
-    nested: Any = yaml_text.parse(value, f"command line, {key}")
+    # YAML reserves @; here it begins a list of shards.
+    nested: Any = value if value.startswith("@") else yaml_text.parse(value, f"command line, {key}")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested  # type: ignore[no-any-return]

@@ -80,7 +80,7 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     check_batch(settings, ranks)
     device = choose_device(settings.device, ranks)
     random.seed(settings.seed)
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.seed % 2**63)  # seeds of any size, as everywhere
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
     attend_without_copies(encoder)
     if settings.checkpoint_activations:

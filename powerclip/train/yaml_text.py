@@ -43,6 +43,8 @@ def parse(text: str, where: str) -> Any:
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text.strip() else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{where}{line}: not valid YAML: {problem}") from None
+    except (ValueError, RecursionError) as error:  # PyYAML's own for a month 13, `!!int x`, a thousand brackets
+        raise UserError(f"{where}: not valid YAML: {error}") from None
 
 
 def write(value: Any) -> str:

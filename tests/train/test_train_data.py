@@ -39,6 +39,12 @@ def test_a_recipe_says_which_loader_makes_its_batches(tmp_path, mini_corpus):
     assert loader.corpus.images.shape[-1] == kept_size((16, 16)) == 18
 
 
+def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"text_cfg\.vocab_size is 100, but the tokenizer has 49408 tokens"):
+        train(tiny(tmp_path, "model.config.text_cfg.vocab_size=100"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_compiled_towers_see_few_different_lengths(tmp_path, mini_corpus):
     for settings in ([], corpus_settings(mini_corpus)):
         recipe = tiny(tmp_path, *settings)

@@ -214,3 +214,16 @@ def test_quiet_prints_nothing_and_a_terminal_shows_a_bar(tmp_path):
     train(tiny(tmp_path), tmp_path / "bar", console=Console(file=printed, force_terminal=True, width=160))
     assert "12/12" in printed.getvalue()
     assert "samples/s" in printed.getvalue()
+
+
+def test_a_seed_may_be_of_any_size(tmp_path):
+    train(tiny(tmp_path, "train.steps=1", f"train.seed={10**30}"), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run" / "results.json").is_file()
+
+
+def test_a_run_whose_recipe_is_no_text_any_more_is_not_continued(tmp_path):
+    recipe = tiny(tmp_path)
+    stopped(recipe, tmp_path / "run", 6)
+    (tmp_path / "run" / "recipe.yaml").write_bytes(b"\xff\x80")
+    with pytest.raises(UserError, match=r"recipe\.yaml: not a text file"):
+        train(recipe, tmp_path / "run", quiet=True, resume=True)

@@ -92,6 +92,10 @@ def test_recipes_that_compute_the_same_do_not_differ():
         ("objective=powerclp", ["'objective'", "clip | powerclip", "did you mean 'powerclip'"]),
         ("optim=3", ["'optim'", "mapping"]),
         ("optim.lr=[1", ["optim.lr", "not valid YAML"]),
+        ("optim.lr=2026-13-01", ["optim.lr", "not valid YAML", "month"]),
+        ("optim.lr=" + 5000 * "[", ["optim.lr", "not valid YAML"]),
+        ("alignment.weight=.nan", ["alignment.weight", "finite"]),
+        ("alignment.scale=.inf", ["alignment.scale", "finite"]),
         ("optim.lr", ["'optim.lr' is not key=value"]),
         ("optim.lr=-1", ["optim.lr", "at least 0"]),
         ("optim.lr=.nan", ["optim.lr", "at least 0"]),
@@ -182,3 +186,8 @@ def test_the_fine_tuning_recipe_takes_any_model_and_weights():
     recipe = load_recipe("finetune", ["model.name=ViT-L-14", "model.pretrained=openai", "train.steps=10"])
     assert (recipe.model.name, recipe.model.pretrained, recipe.train.steps) == ("ViT-L-14", "openai", 10)
     assert recipe.objective == "powerclip"
+
+
+def test_a_list_of_shards_needs_no_quotes_on_the_command_line():
+    recipe = load_recipe("cc12m/clip", ["data.shards=@list.txt"])
+    assert recipe.data.shards == "@list.txt"
