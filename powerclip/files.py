@@ -13,7 +13,10 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         partial.write_bytes(content)
         partial.replace(path)
-    except OSError as error:  # a full disk does not say which file it was
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # A full disk does not say which file it was.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
