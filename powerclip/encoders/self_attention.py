@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,13 +35,18 @@ class SelfAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attended tokens [C, N, D]; the weights only where they are asked for, which takes torch's own way."""
+        """The attended tokens [C, N, D]; the weights only where they are asked for, which takes torch's own way.
+
+        A mask [C] says how many tokens of each row are there: the rest comes after them.
+        """
         plain = query is key and key is value and not need_weights and key_padding_mask is None
         if not plain or query.ndim != 3:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         packed = F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        if attn_mask is not None and attn_mask.ndim == 1:
+            return self.out_proj(attend_apart(packed, attn_mask).flatten(2)), None
         q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved
         if attn_mask is not None:
             # Torch's masks are [N, N], or [C·H, N, N] when rows differ.
@@ -49,6 +55,26 @@ class SelfAttention(nn.MultiheadAttention):
         with sdpa_kernel(MASKED) if attn_mask is not None and q.is_cuda else contextlib.nullcontext():
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask)
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+def attend_apart(packed: Tensor, lengths: Tensor) -> Tensor:
+    """Each row's first tokens, `lengths` [C] of them, attend to each other, and so do the others [C, N, H, D/H].
+
+    Queries, keys and values come as the projection wrote them [C, N, 3, H, D/H].
+    """
+    count, total = packed.shape[:2]
+    if packed.is_cuda and packed.dtype != torch.float32:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Sequences of different lengths that lie end to end, two in each row: no mask is read, nothing is padded.
+        starts = torch.arange(0, count * total, total, device=packed.device, dtype=torch.int32)
+        bounds = F.pad(torch.stack([starts, starts + lengths.int()], 1).flatten(), (0, 1), value=count * total)
+        q, k, v = packed.flatten(0, 1).unbind(1)
+        return varlen_attn(q, k, v, bounds, bounds, total, total).unflatten(0, (count, -1))  # type: ignore[union-attr]
+    first = torch.arange(total, device=packed.device) < lengths.unsqueeze(-1)  # [C, N]
+    together = (first.unsqueeze(1) == first.unsqueeze(2)).unsqueeze(1)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, together).transpose(1, 2)
 
 
 def attend_without_copies(towers: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection, keep_patches
+from powerclip.encoders.self_attention import SelfAttention
 from powerclip.errors import UserError
 
 
@@ -79,11 +80,15 @@ def walk_image(
     if selector is not None:
         chosen = selector(PatchContext(images, patches))
         selection = chosen if isinstance(chosen, Selection) else Selection(chosen)
+        apart = selection.shown is not None and _attends_apart(visual, selection.kept.shape[1])
+        selection = shown_first(selection) if apart else selection
         shown = selection.shown
         patches = keep_patches(patches, selection.kept)
 
     x = visual.ln_pre(torch.cat([first, patches], dim=1))
-    if shown is not None:
+    if shown is not None and apart:
+        mask = (1 + shown.sum(1)).to(x.dtype)
+    elif shown is not None:
         mask = _hiding_mask(shown, visual.transformer.resblocks[0].attn.num_heads, x.dtype)
     x = visual.transformer(x, attn_mask=mask)
     if not dense:
@@ -104,6 +109,19 @@ def pool(visual: Any, x: Tensor, shown: Tensor | None = None) -> Tensor:
     if shown is None:
         return x[:, 1:].mean(dim=1)
     return torch.where(shown.unsqueeze(-1), x[:, 1:], 0).sum(dim=1) / shown.sum(dim=1, keepdim=True)
+
+
+def shown_first(selection: Selection) -> Selection:
+    """The same patches, those that are shown before the others."""
+    assert selection.shown is not None
+    order = selection.shown.int().argsort(dim=1, descending=True, stable=True)
+    return Selection(selection.kept.gather(1, order), selection.shown.gather(1, order))
+
+
+def _attends_apart(visual: Any, patches: int) -> bool:
+    """Whether the tower's attention takes a number of tokens instead of a mask: bf16 counts up to 256."""
+    blocks = visual.transformer.resblocks
+    return patches < 256 and all(isinstance(getattr(block, "attn", None), SelfAttention) for block in blocks)
 
 
 def _hiding_mask(shown: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from tiny_towers import VARIANTS, captions, tiny_config
 from torch import nn
 
 from powerclip.encoders import Selection, build
-from powerclip.encoders.self_attention import SelfAttention, attend_without_copies
+from powerclip.encoders.self_attention import SelfAttention, attend_apart, attend_without_copies
 from powerclip.encoders.vision import walk_image
 
 
@@ -52,6 +52,32 @@ def test_each_image_hides_its_own_patches(images):
         walk_image(model.clip.visual, images, lambda context: Selection(kept, shown))[0] for model in (plain, packed)
     ]
     torch.testing.assert_close(*found)
+
+
+def test_tokens_that_are_not_there_change_nothing():
+    torch.manual_seed(0)
+    holder = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=True)])
+    attend_without_copies(holder)
+    x, lengths = torch.randn(3, 6, 16), torch.tensor([6, 1, 4])
+    found = holder[0](x, x, x, need_weights=False, attn_mask=lengths.float())[0]
+    for row, length in enumerate(lengths.tolist()):
+        alone = x[row : row + 1, :length]
+        expected = holder[0](alone, alone, alone, need_weights=False)[0]
+        torch.testing.assert_close(found[row, :length], expected[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_sequences_lie_end_to_end():
+    torch.manual_seed(0)
+    packed = torch.randn(4, 9, 3, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    lengths = torch.tensor([9, 1, 4, 8], device="cuda")
+    expected = packed.detach().float().requires_grad_()
+    found, other = attend_apart(packed, lengths), attend_apart(expected, lengths)
+    torch.testing.assert_close(found.float(), other, atol=0.02, rtol=0.02)
+    weights = torch.randn_like(other)
+    (found.float() * weights).sum().backward()
+    (other * weights).sum().backward()
+    torch.testing.assert_close(packed.grad.float(), expected.grad, atol=0.05, rtol=0.05)
 
 
 def test_weights_and_other_keys_take_torchs_own_way():
