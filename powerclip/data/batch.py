@@ -22,6 +22,7 @@ class Batch:
     keys: list[str]
     counts: Mapping[str, int] = field(default_factory=dict)  # what was skipped or replaced to make it, by name
     short: int = 0  # when captions are in the order of their lengths: tokens that all but the last eighth fit into
+    lengths: tuple[int, ...] = ()  # tokens of each caption, start and end among them; empty when the host cannot tell
 
     def __len__(self) -> int:
         return len(self.images)
@@ -36,6 +37,7 @@ class Batch:
             keys=self.keys,
             counts=self.counts,
             short=self.short,
+            lengths=self.lengths,
         )
 
     @property

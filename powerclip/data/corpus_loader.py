@@ -114,6 +114,7 @@ class CorpusLoader(BatchLoader):
             phrases=take_phrases(corpus.phrases, caption, length).to(self.device, non_blocking=True),
             keys=[corpus.keys[i] for i in chosen.tolist()],
             short=short,
+            lengths=tuple(lengths.tolist()),
         )
 
     def _padded(self, length: Tensor) -> int:

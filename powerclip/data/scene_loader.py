@@ -82,4 +82,5 @@ class SceneLoader(BatchLoader):
             regions=regions[self._own],
             phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], self.nodes),
             keys=[f"train-{self.seed}-{number}" for number in numbers],
+            lengths=tuple(map(len, captions)),
         )

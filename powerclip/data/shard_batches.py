@@ -39,6 +39,7 @@ class RawBatch:
     keys: list[str]
     report: FaultReport
     short: int = 0  # as in `Batch`
+    lengths: tuple[int, ...] = ()  # likewise
 
     def pin_memory(self) -> RawBatch:
         """The same in memory that a GPU can read while it computes."""
@@ -95,6 +96,7 @@ class BatchMaker:
             keys=[sample.key for sample in samples],
             report=report,
             short=min(-(-longest // multiple) * multiple, tokens.shape[1]) if self.sort else 0,
+            lengths=tuple(map(len, rows)),
         )
 
     def _sample(self, position: int, batch: range, report: FaultReport) -> Sample:

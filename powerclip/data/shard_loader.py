@@ -182,6 +182,7 @@ class ShardLoader(BatchLoader):
             keys=raw.keys,
             counts=raw.report.counts,
             short=raw.short,
+            lengths=raw.lengths,
         )
 
     def _pixels(self, images: Tensor) -> Tensor:

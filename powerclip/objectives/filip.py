@@ -12,6 +12,7 @@ captions by s; everything here is evaluated by the global embeddings, which L_lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.late_interaction import late_interaction
+from powerclip.objectives.late_interaction import group_lengths, late_interaction, spread_lengths
 from powerclip.objectives.scale import clamp_scale, learned_scale
 from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
@@ -45,22 +46,32 @@ class FilipSettings:
         check_positive("scale", self.scale)
 
 
-def filip_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor, ranks: Ranks = ALONE) -> Tensor:
+def filip_loss(
+    words: Tensor,
+    patches: Tensor,
+    real: Tensor,
+    scale: Tensor,
+    ranks: Ranks = ALONE,
+    lengths: Sequence[int] = (),
+) -> Tensor:
     """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal.
 
-    Of several ranks each has its own pairs; it meets its images with the captions of all.
+    Of several ranks each has its own pairs; it meets its images with the captions of all. `lengths`, where the host
+    knows them, are the tokens of each caption: then less padding is compared.
     """
     # Normalised in float32, multiplied in the towers' precision: at bf16 the products are ten times cheaper, and each
     # similarity is a mean over many.
     unit_words = F.normalize(torch.where(real.unsqueeze(-1), words.float(), 0.0), dim=-1).to(words.dtype)
     unit_patches = F.normalize(patches.float(), dim=-1).to(words.dtype)
+    count = len(patches)
     if not ranks.alone:
         # Captions are only as long as the longest of their own rank.
-        missing = max(size for (size,) in ranks.numbers(real.shape[1])) - real.shape[1]
+        found = ranks.numbers(real.shape[1], *group_lengths(lengths or [real.shape[1]] * count))
+        missing = max(size for size, *_ in found) - real.shape[1]
         unit_words = ranks.gather(F.pad(unit_words, (0, 0, 0, missing)))
         real = ranks.gather(F.pad(real, (0, missing)))
-    image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real)  # [images, captions] both
-    count = len(patches)
+        lengths = [length for _, *groups in found for length in spread_lengths(groups, count)]
+    image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real, lengths)  # [images, captions] both
     labels = torch.arange(count, device=real.device) + ranks.rows(count).start
     # A caption's images lie in a column, which crosses all ranks.
     logits = scale * text_to_image
@@ -82,7 +93,7 @@ class Filip(Objective):
         clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         real = real_tokens(batch.tokens, self.settings.ends)
         with torch.autocast(features.patches.device.type, enabled=False):
-            local = filip_loss(features.words, features.patches, real, self.log_scale.exp(), ranks)
+            local = filip_loss(features.words, features.patches, real, self.log_scale.exp(), ranks, batch.lengths)
         total = self.settings.global_weight * clip + local
         return Terms(
             total, {"clip": clip.detach(), "local": local.detach(), "local_scale": self.log_scale.detach().exp()}

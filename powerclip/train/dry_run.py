@@ -268,6 +268,7 @@ def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
         regions=random_boxes(pairs, recipe.regions.count, encoder.grid, generator, recipe.regions.largest),
         phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),
         keys=[str(number) for number in range(pairs)],
+        lengths=tuple(map(len, captions)),
     )
 
 

@@ -208,6 +208,8 @@ def test_sorting_puts_the_same_pairs_in_the_order_of_their_captions_lengths(corp
     )
     lengths = ordered.tokens.argmax(1) + 1
     assert lengths.tolist() == sorted(lengths.tolist())
+    assert ordered.lengths == tuple(lengths.tolist())
+    assert plain.lengths == tuple((plain.tokens.argmax(1) + 1).tolist())
     assert plain.short == 0
     assert plain.token_groups is plain.tokens
     places = [plain.keys.index(key) for key in ordered.keys]

@@ -52,6 +52,7 @@ def test_pictures_and_captions_are_those_of_the_scenes(tokenizer):
     expected = tokenizer.tokenizer([scene.caption for scene in scenes])
     assert torch.equal(batch.tokens, expected[:, : batch.tokens.shape[1]])
     assert not expected[:, batch.tokens.shape[1] :].any()
+    assert batch.to("cpu").lengths == tuple((batch.tokens.argmax(1) + 1).tolist())
 
 
 def test_shapes_are_those_of_the_grid_and_the_batch(tokenizer):

@@ -524,6 +524,8 @@ def test_sorting_puts_the_same_samples_in_the_order_of_their_captions_lengths(sh
     plain, ordered = (loader(shards, batch_size=16, trees=True, sort=sort).batch(0) for sort in (False, True))
     lengths = (ordered.tokens.argmax(1) + 1).tolist()
     assert lengths == sorted(lengths)
+    assert ordered.lengths == tuple(lengths)
+    assert plain.lengths == tuple((plain.tokens.argmax(1) + 1).tolist())
     assert ordered.short >= lengths[13]
     places = [plain.keys.index(key) for key in ordered.keys]
     assert torch.equal(ordered.images, plain.images[places])

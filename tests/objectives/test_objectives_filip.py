@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_batches import features, tiny_batch
 from token_examples import Largest, draw
+from torch._dynamo.utils import counters
 
 from powerclip.objectives import Filip, FilipSettings, late_interaction
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.filip import filip_loss
+from powerclip.objectives.late_interaction import group_lengths, spread_lengths
 from powerclip.objectives.words import real_tokens
 
 
@@ -29,15 +33,94 @@ def literal(v, t, real):
 @pytest.mark.parametrize("sizes", [(4, 5, 3), (3, 1, 1), (5, 4, 7)])
 def test_similarities_and_gradients_are_the_literal_ones(sizes, block, monkeypatch):
     monkeypatch.setattr(late_interaction, "BLOCK_ELEMENTS", block)
-    v, t, real = draw(*sizes)
-    pull = torch.randn(2, sizes[0], sizes[0], generator=torch.Generator().manual_seed(9))
+    assert_literal(*draw(*sizes))
+
+
+def assert_literal(v, t, real, lengths=()):
+    pull = torch.randn(2, len(v), len(v), generator=torch.Generator().manual_seed(9))
     results = []
-    for function in (late_interaction.late_interaction, literal):
-        found = function(v, t, real)
+    for found in (late_interaction.late_interaction(v, t, real, lengths), literal(v, t, real)):
         loss = sum((part * weight).sum() for part, weight in zip(found, pull, strict=True))
         results.append([*found, *torch.autograd.grad(loss, [v, t])])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+# ---- groups of captions of their own length --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 8, 11])
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("order", ["by length", "as drawn", "lengths in another order"])
+def test_groups_of_their_own_length_give_the_literal_similarities_and_gradients(count, ends, order):
+    v, t, real = draw(count, 3, 19)
+    if order == "by length":
+        real = real[real.sum(1).argsort()]
+    lengths = real.sum(1).tolist()
+    if order == "lengths in another order":
+        lengths = lengths[::-1]
+    if not ends:
+        real = real & ((torch.arange(19) > 0) | (real.sum(1, keepdim=True) == 1))
+    assert_literal(v, t, real, lengths)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_captions_are_padded_to_the_longest_of_their_eighth_only(known, monkeypatch):
+    v, t, _ = draw(16, 2, 40)
+    lengths = [3, 33, 4, 5, 20, 6, 7, 7, 8, 8, 8, 9, 10, 11, 17, 18]
+    real = torch.arange(40) < torch.tensor(lengths).unsqueeze(1)
+    seen = []
+
+    def maxima(patches, words, share):
+        seen.append(tuple(words.shape[:2]))
+        return plain(patches, words, share)
+
+    plain = late_interaction._maxima
+    monkeypatch.setattr(late_interaction, "_maxima", maxima)
+    late_interaction.late_interaction(v, t, real, lengths if known else ())
+    assert seen == [(2, length) for length in ([8, 8, 8, 8, 16, 16, 24, 40] if known else [40] * 8)]
+
+
+def test_lengths_that_would_cut_a_caption_are_an_error():
+    v, t, _ = draw(9, 2, 24)
+    lengths = [3, 4, 5, 6, 7, 8, 8, 9, 24]
+    real = torch.arange(24) < torch.tensor(lengths).unsqueeze(1)
+    late_interaction.late_interaction(v, t, real, lengths)
+    with pytest.raises(RuntimeError, match="longer than `lengths` say"):
+        late_interaction.late_interaction(v, t, real, [*lengths[:-1], 16])
+    with pytest.raises(ValueError, match="8 lengths for 9 captions"):
+        late_interaction.late_interaction(v, t, real, lengths[1:])
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (12, 12, 12), (64, 64)])
+def test_what_ranks_tell_each_other_of_their_lengths_bounds_the_captions_of_all(counts):
+    generator = torch.Generator().manual_seed(sum(counts))
+    of_ranks = [torch.randint(2, 78, (count,), generator=generator).tolist() for count in counts]
+    told = [group_lengths(of_rank) for of_rank in of_ranks]
+    assert all(len(groups) <= 8 for groups in told)
+    bounds = [bound for groups, count in zip(told, counts, strict=True) for bound in spread_lengths(groups, count)]
+    assert len(bounds) == sum(counts)
+    lengths = [length for of_rank in of_ranks for length in of_rank]
+    assert all(length <= bound for length, bound in zip(sorted(lengths), sorted(bounds), strict=True))
+    assert max(bounds) == max(lengths)
+
+
+def test_as_a_gpu_compiles_it_each_length_is_one_shape(monkeypatch):
+    # aot_eager traces everything that a full compilation would, without waiting for a C++ compiler.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled = cache(late_interaction._compiled.__wrapped__)
+    monkeypatch.setattr(late_interaction, "_on", lambda tensor, function: compiled(function))
+    v, t, _ = draw(16, 2, 16)
+    lengths = [3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 9, 10, 11, 12, 15, 16]
+    real = torch.arange(16) < torch.tensor(lengths).unsqueeze(1)
+    monkeypatch.setattr(late_interaction, "BLOCK_ELEMENTS", 2 * 2 * 16 * 9)  # 8 images, and not 9, with 2 × 16 tokens
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    assert_literal(v, t, real, lengths)
+    assert counters["stats"]["unique_graphs"] - before == 2 * 2  # lengths 8 and 16, forward and backward
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_the_cross_entropy_of_each_similarity():
