@@ -29,10 +29,17 @@ def off_diagonal(scores: Tensor) -> Tensor:
     return scores.flatten()[1:].view(size - 1, size + 1)[:, :-1].reshape(size, size - 1)
 
 
+def highest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest values of each row, and where they stand, as `topk` gives them."""
+    # For one, topk reads the row many times, and max once.
+    values, index = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
+    return values, index
+
+
 def hardest(scores: Tensor, k: int) -> Tensor:
     """Columns [C, k] of each row's k highest scores off the diagonal."""
     size = len(scores)
-    index = off_diagonal(scores).topk(min(k, size - 1), dim=-1).indices
+    _, index = highest(off_diagonal(scores), min(k, size - 1))
     # Back from columns that skip the diagonal to columns of the matrix.
     return index + (index >= torch.arange(size, device=scores.device).unsqueeze(-1))
 

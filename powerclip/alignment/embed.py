@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.phrases import Phrases, embed_leaves, embed_nodes, single_tokens
+from powerclip.alignment.phrases import Phrases, leaf_rows, nodes_of_rows, single_tokens
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions
 from powerclip.ranks import ALONE, Ranks
@@ -33,21 +32,11 @@ def embed_parts(
 
     Where a batch is spread over `ranks`, each has its own rows of all of them; means are those of the whole batch.
     """
-    words = words.float()
     if not config.parse_trees:
         phrases = single_tokens(phrases)
-    centre = None
-    if config.centre != "none":
-        # What all captions share says nothing about which picture is theirs; the same for all pictures, and for all
-        # patches of one picture.
-        over = (0, 1) if config.centre == "batch" else 1
-        centre = patches.mean(over, keepdim=True, dtype=torch.float32)
-        if config.centre == "batch":
-            centre = ranks.mean(centre)
-        # Selected, not indexed: the number of words is not asked of the GPU.
-        total = torch.where(phrases.words.unsqueeze(-1), words, 0.0).sum((0, 1))
-        words = words - ranks.sum(total) / ranks.sum(phrases.words.sum())
-    nodes = embed_nodes(embed_leaves(words, phrases), phrases)
-    if config.similarity == "mean":
-        nodes = nodes / phrases.node_sizes.unsqueeze(-1)
-    return Parts(embed_regions(patches, masks, centre), nodes, phrases.node_segments)
+    # What all captions share says nothing about which picture is theirs; the same for all pictures, and for all
+    # patches of one picture.
+    leaves = leaf_rows(words, phrases, centred=config.centre != "none", ranks=ranks)
+    segments = phrases.node_segments
+    nodes = nodes_of_rows(leaves, phrases, segments, mean=config.similarity == "mean")
+    return Parts(embed_regions(patches, masks, config.centre, ranks), nodes, segments)

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.alignment.ragged import Segments
+from powerclip.alignment.ragged import Segments, pad, unpad
+from powerclip.alignment.regions import masked_sums, normalise, subtract
+from powerclip.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,47 @@ def single_tokens(phrases: Phrases) -> Phrases:
 
 def embed_leaves(words: Tensor, phrases: Phrases) -> Tensor:
     """Eq. 4: ψ(T | P_m') [P, D], the normalised sum of each leaf's word features [C, L, D]."""
-    # Select, never multiply by zero: a compiled text tower may leave NaN at padded positions, and 0 · NaN is NaN.
-    kept = torch.where(phrases.words.unsqueeze(-1), words.float(), 0.0)
-    return F.normalize(_range_sums(kept, phrases.leaf_segments.index, phrases.leaf_start, phrases.leaf_end), dim=-1)
+    return unpad(leaf_rows(words, phrases), phrases.leaf_segments)
 
 
 def embed_nodes(leaves: Tensor, phrases: Phrases) -> Tensor:
     """Eq. 3: p_B [T, D], the sum of each node's leaves [P, D]."""
-    segments = phrases.leaf_segments
-    place = torch.arange(len(leaves), device=leaves.device) - phrases.leaf_offsets[segments.index]
-    rows = leaves.new_zeros(len(phrases), phrases.max_leaves, leaves.shape[-1])
-    rows = rows.index_put((segments.index, place), leaves)
-    return _range_sums(rows, phrases.node_segments.index, phrases.node_start, phrases.node_end)
+    return nodes_of_rows(pad(leaves, phrases.leaf_segments, 0.0), phrases, phrases.node_segments)
 
 
-def _range_sums(rows: Tensor, row: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Sums of `rows[row, start:end]` by prefix sums. They run within a caption: over the batch, float32 would drown."""
-    prefix = F.pad(rows.cumsum(1), (0, 0, 1, 0))  # [C, L+1, D]
-    return prefix[row, end] - prefix[row, start]
+def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = ALONE) -> Tensor:
+    """Each caption's leaves as a row [C, max_leaves, D], zeros behind the last one.
+
+    Where they are `centred`, the mean word of the batch on all `ranks` is subtracted from every word.
+    """
+    real = phrases.words.unsqueeze(1)
+    start, end, offsets = phrases.leaf_start, phrases.leaf_end, phrases.leaf_offsets
+    masks = _ranges(start, end, offsets, phrases.max_leaves, words.shape[1]) & real
+    # A compiled text tower may leave NaN at padded positions.
+    if not centred:
+        return normalise(masked_sums(words, masks, phrases.words))
+    # One more row covers the caption: the sum over all words costs no pass of its own.
+    sums, total = masked_sums(words, torch.cat([masks, real], 1), phrases.words).split([masks.shape[1], 1], 1)
+    mean = ranks.sum(total.sum((0, 1))) / ranks.sum(phrases.words.sum())
+    return normalise(subtract(sums, masks, mean))
+
+
+def nodes_of_rows(leaves: Tensor, phrases: Phrases, segments: Segments, *, mean: bool = False) -> Tensor:
+    """p_B [T, D] of leaves in rows, as `leaf_rows` gives them, or p_B divided by its number of leaves.
+
+    `segments` are `phrases.node_segments`, which a caller who needs them too makes once.
+    """
+    start, end, offsets = phrases.node_start, phrases.node_end, phrases.node_offsets
+    weights = _ranges(start, end, offsets, phrases.max_nodes, phrases.max_leaves).to(leaves.dtype)
+    if mean:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # at least 1: padding has no leaves
+    return unpad(weights @ leaves, segments)
+
+
+def _ranges(start: Tensor, end: Tensor, offsets: Tensor, most: int, length: int) -> Tensor:
+    """Masks [C, most, length] of the ranges that each caption owns; behind its last one they are empty."""
+    member = offsets[:-1, None] + torch.arange(most, device=start.device)
+    real = member < offsets[1:, None]
+    member = member.clamp(max=len(start) - 1)
+    place = torch.arange(length, device=start.device)
+    return real.unsqueeze(-1) & (start[member].unsqueeze(-1) <= place) & (place < end[member].unsqueeze(-1))

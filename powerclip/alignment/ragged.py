@@ -40,6 +40,11 @@ class Segments:
         real = place < self.lengths.unsqueeze(-1)
         return torch.where(real, first.unsqueeze(-1) + place, 0), real
 
+    def places(self) -> Tensor:
+        """Where each member stands in its group [T]."""
+        first = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(len(self.index), device=self.index.device) - first[self.index]
+
     def lengths_like(self: Segments | Rows, values: Tensor) -> Tensor:
         """The lengths [S, 1, …] in the dtype of `values` [S, …], ready to divide by."""
         return self.lengths.to(values.dtype).view(-1, *[1] * (values.ndim - 1))
@@ -58,6 +63,23 @@ class _Pad(torch.autograd.Function):
         index, members = ctx.saved_tensors
         place = torch.arange(len(index), device=index.device) - members[index, 0]
         return gradients[0][index, place], None, None, None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Members out of a rectangle's rows; each place is read once, so that its gradient is written once, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(index, place)
+        ctx.shape = rows.shape
+        return rows[index, place]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        index, place = ctx.saved_tensors
+        rows = gradients[0].new_zeros(ctx.shape)
+        rows[index, place] = gradients[0]
+        return rows, None, None
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,11 @@ def pad(values: Tensor, segments: Segments | Rows, fill: float) -> Tensor:
         return torch.where(segments.real.view(*rows.shape[:2], *[1] * (values.ndim - 1)), rows, fill)
     members, real = segments.rows()
     return _Pad.apply(values, segments.index, members, real, fill)
+
+
+def unpad(rows: Tensor, segments: Segments) -> Tensor:
+    """The members [T, …] that stand in rows [S, K, …]: the way back from `pad`."""
+    return _Unpad.apply(rows, segments.index, segments.places())
 
 
 def segment_sum(values: Tensor, segments: Segments | Rows) -> Tensor:

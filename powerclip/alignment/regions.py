@@ -5,11 +5,12 @@ Axes: C images · M regions · N patches · D width
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from powerclip.ranks import ALONE, Ranks
 
 
 def random_boxes(
@@ -42,34 +43,80 @@ def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tens
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).flatten(2)
 
 
-def embed_regions(patches: Tensor, masks: Tensor, centre: Tensor | None = None) -> Tensor:
-    """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features under each mask.
+def embed_regions(
+    patches: Tensor, masks: Tensor, centre: Literal["none", "batch", "image"] = "none", ranks: Ranks = ALONE
+) -> Tensor:
+    """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features [C, N, D] under each mask [C, M, N].
 
-    With a `centre` (any shape that [C, 1, D] can take), it is what is subtracted from every patch; the sum is linear,
-    so that it is subtracted from the M sums instead of the N patches.
+    `centre` says which mean is subtracted from every patch: none, that of the batch on all `ranks`, or its own image's.
     """
-    # Similarities that carry a gradient are float32, whatever the towers compute in.
-    if patches.is_cuda and patches.dtype == torch.bfloat16:
-        sums = _HalfSums.apply(patches, masks)
-    else:
-        sums = masks.float() @ patches.float()
-    if centre is not None:
-        sums = sums - masks.sum(-1, keepdim=True) * centre
-    return F.normalize(sums, dim=-1)
+    if centre == "none":
+        return normalise(masked_sums(patches, masks))
+    # One more row covers the image: its mean costs no pass over the patches, neither here nor in the backward.
+    rows = torch.cat([masks, torch.ones_like(masks[:, :1])], 1)
+    sums, total = masked_sums(patches, rows).split([masks.shape[1], 1], 1)
+    mean = total / patches.shape[1]  # [C, 1, D]
+    if centre == "batch":
+        mean = ranks.mean(mean.mean(0, keepdim=True))
+    return normalise(subtract(sums, masks, mean))
 
 
-class _HalfSums(torch.autograd.Function):
-    """Sums of bf16 patches under masks in float32, without a float32 copy of the patches."""
+def masked_sums(values: Tensor, masks: Tensor, there: Tensor | None = None) -> Tensor:
+    """Sums [C, M, D] of values [C, N, D] under masks [C, M, N], in float32 whatever the towers compute in.
+
+    Values that are not `there` [C, N] may be anything, NaN too; no mask may cover them.
+    """
+    return _MaskedSums.apply(values, masks, there)
+
+
+def subtract(sums: Tensor, masks: Tensor, centre: Tensor) -> Tensor:
+    """The sums [C, M, D] of what lies under masks [C, M, N], with a `centre` [… 1, D] taken from each summand."""
+    # Sums are linear: it is subtracted from M sums, not from N summands.
+    return torch.addcmul(sums, masks.sum(-1, keepdim=True, dtype=sums.dtype), centre, value=-1)
+
+
+def normalise(vectors: Tensor) -> Tensor:
+    """Vectors […, D] of length 1."""
+    return _Normalise.apply(vectors)
+
+
+class _MaskedSums(torch.autograd.Function):
+    """One matrix product each way. With bf16 values on a GPU there is no float32 copy of them."""
 
     @staticmethod
-    def forward(ctx: Any, patches: Tensor, masks: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, masks: Tensor, there: Tensor | None) -> Tensor:
         ctx.save_for_backward(masks)
-        return torch.bmm(masks.to(patches.dtype), patches, out_dtype=torch.float32)
+        ctx.dtype = values.dtype
+        ctx.half = values.is_cuda and values.dtype == torch.bfloat16
+        if there is not None:
+            # Selected, never multiplied by zero: 0 · NaN is NaN.
+            values = torch.where(there.unsqueeze(-1), values, 0)
+        if ctx.half:
+            return torch.bmm(masks.to(values.dtype), values, out_dtype=torch.float32)
+        return masks.float() @ values.float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (masks,) = ctx.saved_tensors
-        return masks.bfloat16().mT @ gradients[0].bfloat16(), None
+        gradient = gradients[0].bfloat16() if ctx.half else gradients[0]
+        return (masks.to(gradient.dtype).mT @ gradient).to(ctx.dtype), None, None
+
+
+class _Normalise(torch.autograd.Function):
+    """What F.normalize computes; its backward reads and writes all vectors ten times, this one four times."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=1e-12)
+        unit = vectors / length
+        ctx.save_for_backward(unit, length)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        unit, length = ctx.saved_tensors
+        along = (gradients[0] * unit).sum(-1, keepdim=True)
+        return torch.addcmul(gradients[0], unit, along, value=-1) / length
 
 
 # 2^16 sets are 65,536 similarities for each node and image; the next region doubles that.

@@ -130,6 +130,10 @@ def score_pairs(
 ) -> Tensor:
     """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1, which is no pair."""
     kernels, there = choose(config, regions.device) == "triton", image >= 0
+    if kernels and config.aggregation == "nla":
+        from powerclip.alignment.kernels.nla_pairs import nla_pairs
+
+        return nla_pairs(regions, nodes, segments, image, caption, config)
     rows = Rows(segments.lengths[caption], segments.longest)
     if kernels:
         from powerclip.alignment.kernels.pairs import pairs
@@ -138,7 +142,7 @@ def score_pairs(
     else:
         q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
     flat = q.flatten(0, 1).unsqueeze(1)
-    if kernels and config.aggregation == "exact" and config.r2t:
+    if kernels and config.r2t:
         from powerclip.alignment.kernels.exact_pairs import exact_pairs
 
         score = exact_pairs(q, torch.where(there, rows.lengths, 0), empty_set=config.empty_set)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.contrast import contrast, counts_nearly_all, negative_count, semi_hard
+from powerclip.alignment.contrast import contrast, counts_nearly_all, highest, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import differentiates_all, score_all, score_pairs
@@ -129,14 +129,14 @@ def find_hardest(
             scored = scores[rows]
         row = torch.arange(first + rows.start, first + rows.stop, device=device)
         scored = scored.masked_fill(row.unsqueeze(-1) == torch.arange(total, device=device), -torch.inf)
-        captions.append(scored.topk(k).indices)
-        fresh = scored.T.topk(min(k, len(row)))
-        best, images = _merge(best, images, fresh.values, row[fresh.indices], k)
+        captions.append(highest(scored, k)[1])
+        fresh, place = highest(scored.T, min(k, len(row)))
+        best, images = _merge(best, images, fresh, row[place], k)
     assert best is not None
     assert images is not None
     # Each rank compares, for its own captions, what all ranks have found.
     best, images = (ranks.exchange(found).transpose(0, 1).flatten(1) for found in (best, images))  # [c, n·k]
-    return torch.cat(captions), ranks.gather(images.gather(1, best.topk(k).indices))
+    return torch.cat(captions), ranks.gather(images.gather(1, highest(best, k)[1]))
 
 
 def find_semi_hard(scores: Tensor, own: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,5 +165,5 @@ def _merge(
     if best is None or names is None:
         return fresh, fresh_names
     values, called = torch.cat([best, fresh], 1), torch.cat([names, fresh_names], 1)
-    highest = values.topk(min(k, values.shape[1]))
-    return highest.values, called.gather(1, highest.indices)
+    values, place = highest(values, min(k, values.shape[1]))
+    return values, called.gather(1, place)

@@ -1,4 +1,4 @@
-"""Phrases: Eqs. 3 and 4 by prefix sums, against loops."""
+"""Phrases: Eqs. 3 and 4 by matrix products, against loops."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from alignment_examples import random_trees
 
 from powerclip.alignment import embed_leaves, embed_nodes
-from powerclip.alignment.phrases import single_tokens
+from powerclip.alignment.phrases import leaf_rows, nodes_of_rows, single_tokens
+from powerclip.alignment.ragged import unpad
 
 
 def word_features(phrases, seed=0):
@@ -52,6 +53,33 @@ def test_padding_that_holds_nan_does_not_spread():
     torch.testing.assert_close(leaves, embed_leaves(words, phrases))
     (gradient,) = torch.autograd.grad(embed_nodes(leaves, phrases).sum(), poisoned)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_centred_words_are_words_less_the_mean_of_all_words(mean):
+    phrases = random_trees(4, 5)
+    words = word_features(phrases).requires_grad_()
+    poisoned = torch.where(phrases.words.unsqueeze(-1), words, torch.nan)
+    leaves = leaf_rows(poisoned, phrases, centred=True)
+    nodes = nodes_of_rows(leaves, phrases, phrases.node_segments, mean=mean)
+    expected_leaves = embed_leaves(words - words[phrases.words].mean(0), phrases)
+    expected = embed_nodes(expected_leaves, phrases)
+    if mean:
+        expected = expected / phrases.node_sizes.unsqueeze(-1)
+    torch.testing.assert_close(unpad(leaves, phrases.leaf_segments), expected_leaves, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(nodes, expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    one, other = (torch.autograd.grad((weight * found).sum(), words) for found in (nodes, expected))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_words_are_summed_in_float32_and_get_a_bf16_gradient():
+    phrases = random_trees(3, 6)
+    words = word_features(phrases).bfloat16().requires_grad_()
+    leaves = embed_leaves(words, phrases)
+    torch.testing.assert_close(leaves, embed_leaves(words.float(), phrases))
+    (gradient,) = torch.autograd.grad(leaves.sum(), words)
+    assert gradient.dtype == torch.bfloat16
 
 
 def test_a_caption_gives_the_same_phrases_alone_and_in_a_ragged_batch():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from alignment_examples import random_segments
 
-from powerclip.alignment.ragged import segment_logsumexp, segment_max, segment_mean, segment_sum
+from powerclip.alignment.ragged import pad, segment_logsumexp, segment_max, segment_mean, segment_sum, unpad
 
 
 def padded(values, segments, reduce, fill):
@@ -35,3 +35,13 @@ def test_logsumexp_takes_the_maximum_out():
     segments = random_segments(3, 0)
     values = torch.full((len(segments.index), 1), 1e4)
     assert segment_logsumexp(values, segments).isfinite().all()
+
+
+def test_unpad_is_the_way_back_from_pad_and_its_gradient_is_pad():
+    segments = random_segments(5, 1)
+    values = torch.randn(len(segments.index), 3)
+    rows = pad(values, segments, torch.nan).requires_grad_()
+    assert torch.equal(unpad(rows, segments), values)
+    weight = torch.randn(len(segments.index), 3)
+    (gradient,) = torch.autograd.grad((weight * unpad(rows, segments)).sum(), rows)
+    assert torch.equal(gradient, pad(weight, segments, 0.0))

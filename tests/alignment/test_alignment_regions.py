@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from powerclip.alignment import embed_regions, random_boxes
-from powerclip.alignment.regions import embed_region_sets, subset_matrix
+from powerclip.alignment.regions import embed_region_sets, normalise, subset_matrix
 
 
 def boxes(count: int = 200, regions: int = 10, grid: tuple[int, int] = (7, 5), seed: int = 0) -> torch.Tensor:
@@ -41,6 +42,38 @@ def test_a_region_is_the_normalised_sum_of_its_patches():
         for region in range(4):
             total = patches[image][masks[image, region]].sum(0)
             torch.testing.assert_close(embedded[image, region], total / total.norm())
+
+
+@pytest.mark.parametrize(("centre", "over"), [("batch", (0, 1)), ("image", 1)])
+def test_a_centred_region_is_the_region_of_patches_less_their_mean(centre, over):
+    masks = boxes(count=3, regions=4)
+    patches = torch.randn(3, 35, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weight = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+    ours = embed_regions(patches, masks, centre)
+    less = patches - patches.mean(over, keepdim=True)
+    theirs = F.normalize(masks.float() @ less, dim=-1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    one, other = (torch.autograd.grad((weight * regions).sum(), patches) for regions in (ours, theirs))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_patches_are_summed_in_float32_and_get_a_bf16_gradient():
+    masks = boxes(count=3, regions=4)
+    patches = torch.randn(3, 35, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    embedded = embed_regions(patches, masks, "batch")
+    torch.testing.assert_close(embedded, embed_regions(patches.float(), masks, "batch"))
+    (gradient,) = torch.autograd.grad(embedded.sum(), patches)
+    assert gradient.dtype == torch.bfloat16
+
+
+def test_normalise_is_that_of_torch_for_zeros_too():
+    vectors = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    vectors[2] = 0.0
+    weight = torch.randn(5, 8, dtype=torch.float64)
+    vectors.requires_grad_()
+    torch.testing.assert_close(normalise(vectors), F.normalize(vectors, dim=-1))
+    one, other = (torch.autograd.grad((weight * f(vectors)).sum(), vectors) for f in (normalise, F.normalize))
+    torch.testing.assert_close(one, other)
 
 
 def test_a_set_is_the_sum_of_its_members_and_the_empty_set_is_zero():

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from powerclip.alignment.contrast import highest
+
 # A block of scores is at most 64 MB.
 BLOCK_ROWS = BLOCK_COLUMNS = 4096
 
@@ -54,12 +56,11 @@ class _Running:
             self.values = block.new_full((self.count, self.k), -torch.inf)
             self.index = torch.zeros(self.count, self.k, dtype=torch.long, device=block.device)
         # First the block's own best, then those against the old ones: the block is read once and not copied.
-        fresh = block.topk(min(self.k, block.shape[1]), dim=-1)
-        values = torch.cat([self.values[rows], fresh.values], -1)
-        index = torch.cat([self.index[rows], names[fresh.indices]], -1)
-        best = values.topk(self.k, dim=-1)
-        self.values[rows] = best.values
-        self.index[rows] = index.gather(-1, best.indices)
+        fresh, place = highest(block, min(self.k, block.shape[1]))
+        values = torch.cat([self.values[rows], fresh], -1)
+        index = torch.cat([self.index[rows], names[place]], -1)
+        self.values[rows], best = highest(values, self.k)
+        self.index[rows] = index.gather(-1, best)
 
     def found(self) -> Tensor:
         """Columns [C, k] of each row's highest."""

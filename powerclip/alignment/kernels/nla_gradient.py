@@ -2,8 +2,9 @@
 
 Similarities come from the tensor cores as [T, M, B], accurate to float32. One kernel turns them into scores, another
 one into the gradient of every similarity, each in one pass: a program owns a caption and a tile of images, so that sums
-over regions and over nodes stay in registers and nothing is added by two programs. The gradient of q is written as two
-float16 numbers, scaled by the largest gradient of a score, and multiplied back by the tensor cores.
+over regions and over nodes stay in registers and nothing is added by two programs. The gradient of q is written as
+float16 numbers, scaled by the largest gradient of a score, and multiplied back by the tensor cores, block of images by
+block.
 
 `nla_recompute.py` has the formulas. Similarities are kept for the backward while there are at most KEPT_ELEMENTS of
 them; beyond, scores come from the fused kernel that never writes them, and the backward computes them again, block by
@@ -29,17 +30,20 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.nla_score import FAR, add_region, exp, log_powerset, nla_score
 from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
-from powerclip.alignment.kernels.split import by_region, halves, product_of_halves, similarities
+from powerclip.alignment.kernels.split import by_region, halves, product, similarities, split_pair
 from powerclip.alignment.ragged import Segments
 
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
 KEPT_ELEMENTS = 2**28  # 1 GB
-# Most similarities whose gradient is in memory at a time: 512 MB.
-BLOCK_ELEMENTS = 2**27
+BLOCK_ELEMENTS = 2**27  # most similarities that are computed again at a time: 512 MB
+# Most that nothing keeps, 256 MB, and most whose gradient is in memory at a time, 384 MB as three float16 numbers.
+PASSING_ELEMENTS = 2**26
 
 
 def nla_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]; with a gradient where asked."""
+    if not (torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)):
+        return _scores_in_passing(regions, nodes, segments, config)
     if keeps_similarities(regions, nodes):
         return _Scores.apply(regions, nodes, segments, config)
     block = whole_tiles(BLOCK_ELEMENTS // (len(nodes) * regions.shape[1]), TILE_IMAGES)
@@ -69,6 +73,23 @@ class _Scores(torch.autograd.Function):
         return of_regions, of_nodes, None, None
 
 
+def _scores_in_passing(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    """The scores [B, S] alone: similarities of a block of images are written over by those of the next."""
+    images, count, _ = regions.shape
+    left, right = split_pair(nodes, by_region(regions))
+    parts = []
+    for rows in right.view(count, images, -1).split(_passing(len(nodes) * count), 1):
+        q = product(left, rows.flatten(0, 1).T).view(len(nodes), count, -1)
+        parts.append(torch.empty(len(segments), q.shape[2], device=q.device))
+        _launch(_scores, q, segments, config, parts[-1])
+    return torch.cat(parts, 1).T
+
+
+def _passing(per_image: int) -> int:
+    """How many images are in memory at a time."""
+    return whole_tiles(PASSING_ELEMENTS // per_image, TILE_IMAGES)
+
+
 def _gradient_block(
     regions: Tensor, nodes: Tensor, gradient: Tensor, segments: Segments, config: AlignmentConfig
 ) -> tuple[Tensor, Tensor]:
@@ -82,37 +103,53 @@ def _back(
     (total, count, images), width = q.shape, nodes.shape[1]
     # Float16 ends at 6e-8: in units of the largest gradient of a score, what ends there adds nothing.
     unit = gradient.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
-    high, low = torch.empty(2, total, count * images, dtype=torch.float16, device=q.device)
-    _launch(_similarity_gradients, q, segments, config, (gradient.float() / unit).T.contiguous(), high, low)
-    region_halves = halves(by_region(regions))
-    node_halves = halves(nodes)
-    of_regions = unit * product_of_halves((high.T, low.T), node_halves)
-    of_nodes = unit * product_of_halves((high, low), region_halves)
-    of_regions = of_regions.view(count, images, width).transpose(0, 1)
-    return of_regions.to(regions.dtype), of_nodes.to(nodes.dtype)
+    given = (gradient.float() / unit).T
+    node_high, node_low = halves(nodes)
+    high, low = (half.view(count, images, width) for half in halves(by_region(regions)))
+    vectors = torch.stack([high, low, high])  # [3, M, B, D]
+    of_regions, of_nodes = [], torch.zeros(total, width, device=q.device)
+    size = _passing(total * count)
+    for part, slopes, rows in zip(q.split(size, 2), given.split(size, 1), vectors.split(size, 2), strict=True):
+        # A row is what a node's similarities send back: rounded, rounded once more, and what rounding lost.
+        sent = torch.empty(total, 3 * count * part.shape[2], dtype=torch.float16, device=q.device)
+        _launch(_similarity_gradients, part, segments, config, slopes.contiguous(), sent)
+        of_nodes += product(sent, rows.flatten(0, 2))
+        third = sent.shape[1] // 3
+        found = product(sent[:, third:].T, node_high).unflatten(0, (2, third)).sum(0)
+        found += product(sent[:, :third].T, node_low)
+        of_regions.append(found.view(count, -1, width).transpose(0, 1))
+    return (unit * torch.cat(of_regions)).to(regions.dtype), of_nodes.mul_(unit).to(nodes.dtype)
 
 
-def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig, *tensors: Tensor) -> None:
-    """Run a kernel over captions × tiles of images."""
-    _, count, images = q.shape
+def kernel_settings(config: AlignmentConfig, count: int) -> tuple[tuple[float, ...], dict[str, bool]]:
+    """What kernels for M regions are told of the settings: τ, units of T2R and R2T, weights; and their switches."""
     sets = 2**count - (0 if config.empty_set else 1)
     mean = config.similarity == "mean"
-    # Captions along the grid's first axis: only that one may be longer than 65,535.
-    kernel[(len(segments), triton.cdiv(images, TILE_IMAGES))](
-        q,
-        F.pad(segments.lengths.cumsum(0), (1, 0)),
-        *tensors,
-        images,
+    numbers = (
         config.tau,
         1 / (count if mean and config.largest_set != 1 else 1),
         1 / (count if mean else 1),
         (1 - config.alpha) * 2 ** (count - 1) / sets,
         float(config.alpha),
         math.log(sets),
-        EMPTY=config.empty_set,
-        SINGLE=config.largest_set == 1,
-        T2R=config.t2r,
-        R2T=config.r2t,
+    )
+    switches = {"EMPTY": config.empty_set, "SINGLE": config.largest_set == 1, "T2R": config.t2r, "R2T": config.r2t}
+    return numbers, switches
+
+
+def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig, *tensors: Tensor) -> None:
+    """Run a kernel over captions × tiles of images."""
+    _, count, images = q.shape
+    numbers, switches = kernel_settings(config, count)
+    # Captions along the grid's first axis: only that one may be longer than 65,535.
+    kernel[(len(segments), triton.cdiv(images, TILE_IMAGES))](
+        q,
+        F.pad(segments.lengths.cumsum(0), (1, 0)),
+        *tensors,
+        images,
+        q.stride(1),
+        *numbers,
+        **switches,
         M=count,
         FAST=q.is_cuda,
         TILE_B=TILE_IMAGES,
@@ -122,10 +159,11 @@ def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig,
 
 @triton.jit
 def _scores(
-    q,  # [T, M, B] float32
+    q,  # [T, M, B] float32, images side by side, `stride` from region to region
     offsets,  # [S+1] caption c owns nodes offsets[c] … offsets[c+1]-1
     scores,  # [S, B] float32
     images,
+    stride,
     tau,
     t2r_unit,
     r2t_unit,
@@ -149,10 +187,10 @@ def _scores(
     spread = tl.zeros((TILE_B,), tl.float32)
     for node in range(first, end):
         plain, soft, highest, _ = _node_sums(
-            q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
+            q + node * M * stride + image, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
         )
         if T2R:
-            mean += _best(soft, highest, EMPTY, SINGLE)
+            mean += best_set(soft, highest, EMPTY, SINGLE)
         if R2T:
             outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread, FAST)
     length = (end - first).to(tl.float32)
@@ -166,12 +204,12 @@ def _scores(
 
 @triton.jit
 def _similarity_gradients(
-    q,  # [T, M, B] float32
+    q,  # [T, M, B] float32, images side by side, `stride` from region to region
     offsets,  # [S+1]
     given,  # [S, B] float32: the gradient of the scores
-    high,  # [T, M, B] float16: the gradient of q, rounded
-    low,  # [T, M, B] float16: what rounding lost
+    sent,  # [T, 3, M, B] float16: the gradient of q rounded, the same again, what rounding lost
     images,
+    stride,
     tau,
     t2r_unit,
     r2t_unit,
@@ -196,20 +234,20 @@ def _similarity_gradients(
     if R2T:
         for node in range(first, end):
             plain, soft, highest, _ = _node_sums(
-                q + node * M * images + image, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
+                q + node * M * stride + image, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
             )
             outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread, FAST)
         outer += tl.log(spread)
     of_best = slope * t2r_unit / (end - first).to(tl.float32)
     for node in range(first, end):
-        at = node * M * images + image
-        plain, soft, highest, tied = _node_sums(q + at, images, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B)
+        at = q + node * M * stride + image
+        plain, soft, highest, tied = _node_sums(at, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B)
         share = tl.zeros((TILE_B,), tl.float32)
         if R2T:
             share = slope * r2t_unit * exp(mean_weight * plain + alpha * (soft - log_sets) - outer, FAST)
         lift = 1.0 + exp(-tl.maximum(soft, -80.0), FAST)
         for region in tl.static_range(M):
-            x = tl.load(q + at + region * images, mask=there, other=0.0) * (1 / tau)
+            x = tl.load(at + region * stride, mask=there, other=0.0) * (1 / tau)
             # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
             weight = 1.0 / (1.0 + exp(-tl.maximum(x, -80.0), FAST))
             if not EMPTY:
@@ -226,8 +264,10 @@ def _similarity_gradients(
             if R2T:
                 gradient += share * (alpha * weight + mean_weight)
             rounded = gradient.to(tl.float16)
-            tl.store(high + at + region * images, rounded, mask=there)
-            tl.store(low + at + region * images, (gradient - rounded.to(tl.float32)).to(tl.float16), mask=there)
+            to = sent + (3 * node * M + region) * images + image
+            tl.store(to, rounded, mask=there)
+            tl.store(to + M * images, rounded, mask=there)
+            tl.store(to + 2 * M * images, (gradient - rounded.to(tl.float32)).to(tl.float16), mask=there)
 
 
 @triton.jit
@@ -259,7 +299,7 @@ def _node_sums(
 
 
 @triton.jit
-def _best(soft, highest, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
+def best_set(soft, highest, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
     """The best set's x: soft, or the best single region's."""
     if SINGLE:
         return tl.maximum(highest, 0.0) if EMPTY else highest

@@ -248,7 +248,7 @@ def _join(
     Images lie side by side, so that all regions of one are in the same thread's registers: nothing is exchanged.
     """
     x = tl.reshape(x, (TILE_T, PART, TILE_B))
-    product_here = tl.reduce(exp2(-tl.abs(x), FAST), 1, _one_more)
+    product_here = tl.reduce(exp2(-tl.abs(x), FAST), 1, one_more)
     highest_here = tl.max(x, 1)
     if not EMPTY:
         singles_here = tl.sum(exp2(x - highest_here[:, None, :], FAST), 1)
@@ -281,7 +281,7 @@ def exp(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _one_more(a, b):
+def one_more(a, b):
     """(1 + a)(1 + b) − 1, without the cancellation."""
     return a + b + a * b
 

@@ -4,7 +4,8 @@ Gathering the nodes of every chosen caption would copy them once for each pair, 
 sort a million rows. Here a program owns a pair and reads what it needs where it lies. In the backward a program owns an
 image, or a caption, and goes through the first pairs that it is in. Few are in many: a hub may be the hardest negative
 of hundreds. Its further pairs go to programs of their own, PIECE to each, and a second pass adds what those have found:
-always the same numbers in the same order.
+always the same numbers in the same order. Most captions of other ranks are in no pair at all: their programs end at
+once, and do the whole width, so that there are few of them.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -30,7 +31,9 @@ SMALLEST = 16  # side of a matrix that tensor cores multiply
 # Most pairs of one program of the backward. What further pieces have found takes n/PIECE times M·D, or K·D, numbers: at
 # a width of 512 about as many as q, n times K·M.
 PIECE = 64
-TOGETHER = 64  # rows of several pairs that one product sums over
+TOGETHER = 32  # rows of several pairs that one product sums over
+STAGES = 1  # a program that reads ahead needs all registers, and few such programs fit
+OWNERS = 512  # with more owners than this, a program does several tiles of the width
 
 
 def pairs(regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ class _Pairs(torch.autograd.Function):
         regions, nodes = regions.contiguous(), nodes.contiguous()
         ctx.save_for_backward(regions, nodes, offsets, image, caption)
         count, width = regions.shape[1:]
-        q = torch.empty(len(image), longest, count, device=regions.device)
+        q = torch.zeros(len(image), longest, count, device=regions.device)
         sizes = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH}
         if len(image):
             _similarities[(len(image),)](regions, nodes, offsets, image, caption, q, longest, count, width, **sizes)
@@ -64,15 +67,21 @@ class _Pairs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        regions, nodes, offsets, image, caption = ctx.saved_tensors
-        of_q = gradients[0].contiguous()
-        longest, count, width = *of_q.shape[1:], nodes.shape[1]
-        caption = torch.where(image < 0, -1, caption)
-        images = _Side(image, torch.arange(len(regions) + 1, device=image.device) * count, count, 1)
-        captions = _Side(caption, offsets, longest, count)
-        of_regions = _sum_products(of_q, images, captions, nodes, len(regions) * count)
-        of_nodes = _sum_products(of_q, captions, images, regions.view(-1, width), len(nodes))
-        return of_regions.view_as(regions), of_nodes, None, None, None, None
+        return *pair_gradients(gradients[0], *ctx.saved_tensors), None, None, None, None
+
+
+def pair_gradients(
+    of_q: Tensor, regions: Tensor, nodes: Tensor, offsets: Tensor, image: Tensor, caption: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of regions [B, M, D] and nodes [T, D], given that of the chosen pairs' similarities [n, K, M]."""
+    of_q = of_q.contiguous()
+    longest, count, width = *of_q.shape[1:], nodes.shape[1]
+    caption = torch.where(image < 0, -1, caption)
+    images = _Side(image, torch.arange(len(regions) + 1, device=image.device) * count, count, 1)
+    captions = _Side(caption, offsets, longest, count)
+    of_regions = _sum_products(of_q, images, captions, nodes, len(regions) * count)
+    of_nodes = _sum_products(of_q, captions, images, regions.view(-1, width), len(nodes))
+    return of_regions.view_as(regions), of_nodes
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,11 @@ def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows
     owners, width = len(side.offsets) - 1, vectors.shape[1]
     order, starts, further, extra = _pieces(side.owner, owners)
     chunks = triton.cdiv(width, TILE_WIDTH)
+    sweep = max(1, min(chunks, owners // OWNERS))
     # The sums of further pieces lie behind the gradient.
-    found = torch.empty(rows + len(extra) * side.longest, width, device=vectors.device)
+    found = torch.zeros(rows + len(extra) * side.longest, width, device=vectors.device)
     depth = triton.next_power_of_2(other.longest)
-    _piece_sums[(owners + len(extra), chunks)](
+    _piece_sums[(owners + len(extra), triton.cdiv(chunks, sweep))](
         of_q,
         vectors,
         other.owner,
@@ -116,6 +126,8 @@ def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows
         TILE_B=depth,
         TOGETHER=max(TOGETHER, depth),
         TILE_D=TILE_WIDTH,
+        SWEEP=sweep,
+        num_stages=STAGES,
     )
     if len(extra):
         sizes = {"TILE_A": tile(side.longest), "TILE_D": TILE_WIDTH}
@@ -129,8 +141,10 @@ def _pieces(owner: Tensor, owners: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
     Pairs in the order of their owners [n], those of none first; where each owner's begin [owners + 1]; the number of
     its first further piece [owners + 1]; the owner of each further piece [n / PIECE], `owners` where there are fewer.
     """
-    ordered, order = owner.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(owners + 1, device=owner.device))
+    # A GPU sorts byte by byte: numbers of two bytes take a quarter of the passes.
+    short = torch.int16 if owners < 2**15 else torch.int32
+    ordered, order = owner.to(short).sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(owners + 1, device=owner.device, dtype=short))
     further = F.pad(((starts.diff() - 1).clamp(min=0) // PIECE).cumsum(0), (1, 0))
     pieces = torch.arange(len(owner) // PIECE, device=owner.device)
     return order, starts, further, torch.searchsorted(further, pieces, right=True) - 1
@@ -143,7 +157,7 @@ def _similarities(
     offsets,  # [captions + 1]
     image,  # [n], −1 where there is no pair
     caption,  # [n]
-    q,  # [n, K, M]
+    q,  # [n, K, M], zero
     longest,
     count,
     width,
@@ -152,13 +166,35 @@ def _similarities(
     TILE_D: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
-    of_image, of_caption = tl.load(image + pair), tl.load(caption + pair)
+    of_image = tl.load(image + pair)
+    if of_image < 0:
+        return
+    of_caption = tl.load(caption + pair)
     first = tl.load(offsets + of_caption)
     length = tl.load(offsets + of_caption + 1) - first
+    total = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D)
+    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
+    at = (pair * longest + k)[:, None] * count + m[None, :]
+    tl.store(q + at, total, mask=(k < longest)[:, None] & (m < count)[None, :])
+
+
+@triton.jit
+def pair_tile(
+    regions,
+    nodes,
+    image,
+    first,
+    length,
+    count,
+    width,
+    TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """Similarities [K, M] of an image's regions with `length` nodes from `first` on; zero beyond."""
     k, m, place = tl.arange(0, TILE_K), tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     total = tl.zeros((TILE_K, TILE_M), tl.float32)
-    # Where there is no pair the sum is over nothing.
-    for start in range(0, tl.where(of_image < 0, 0, width), TILE_D):
+    for start in range(0, width, TILE_D):
         inside = start + place < width
         left = tl.load(
             nodes + (first + k)[:, None] * width + (start + place)[None, :],
@@ -166,13 +202,12 @@ def _similarities(
             other=0.0,
         )
         right = tl.load(
-            regions + (of_image * count + m)[None, :] * width + (start + place)[:, None],
+            regions + (image * count + m)[None, :] * width + (start + place)[:, None],
             mask=(m < count)[None, :] & inside[:, None],
             other=0.0,
         )
         total = tl.dot(left, right, total, input_precision="tf32x3")
-    at = (pair * longest + k)[:, None] * count + m[None, :]
-    tl.store(q + at, total, mask=(k < longest)[:, None] & (m < count)[None, :])
+    return total
 
 
 @triton.jit
@@ -199,6 +234,7 @@ def _piece_sums(
     TILE_B: tl.constexpr,
     TOGETHER: tl.constexpr,
     TILE_D: tl.constexpr,
+    SWEEP: tl.constexpr,
 ):
     piece = tl.program_id(0).to(tl.int64)
     owner = piece
@@ -213,30 +249,33 @@ def _piece_sums(
         target = rows + (piece - owners) * longest
         begin += (piece - owners - tl.load(further + owner) + 1) * PIECE
     end = tl.minimum(begin + PIECE, tl.load(starts + owner + 1))
+    if begin >= end:
+        return
 
-    place = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
-    inside = place < width
     a = tl.arange(0, TILE_A)
     # Several pairs at a time: reading takes longer than multiplying, and so they wait together.
     nth, b = tl.arange(0, TOGETHER) // TILE_B, tl.arange(0, TOGETHER) % TILE_B
-    total = tl.zeros((TILE_A, TILE_D), tl.float32)
-    for at in range(begin, end, TOGETHER // TILE_B):
-        listed = at + nth < end
-        pair = tl.load(order + at + nth, mask=listed, other=0)
-        partner = tl.load(other + pair, mask=listed, other=0)
-        first = tl.load(other_offsets + partner, mask=listed, other=0)
-        real = b < tl.load(other_offsets + partner + 1, mask=listed, other=0) - first
-        slope = tl.load(
-            of_q + (pair * pair_stride + b * other_stride)[None, :] + (a * stride)[:, None],
-            mask=real[None, :] & (a < length)[:, None],
-            other=0.0,
-        )
-        vector = tl.load(
-            vectors + (first + b)[:, None] * width + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
-        )
-        total = tl.dot(slope, vector, total, input_precision="tf32x3")
-    where = (target + a)[:, None] * width + place[None, :]
-    tl.store(found + where, total, mask=(a < length)[:, None] & inside[None, :])
+    for tile in range(SWEEP):
+        place = (tl.program_id(1) * SWEEP + tile) * TILE_D + tl.arange(0, TILE_D)
+        inside = place < width
+        total = tl.zeros((TILE_A, TILE_D), tl.float32)
+        for at in range(begin, end, TOGETHER // TILE_B):
+            listed = at + nth < end
+            pair = tl.load(order + at + nth, mask=listed, other=0)
+            partner = tl.load(other + pair, mask=listed, other=0)
+            first = tl.load(other_offsets + partner, mask=listed, other=0)
+            real = b < tl.load(other_offsets + partner + 1, mask=listed, other=0) - first
+            slope = tl.load(
+                of_q + (pair * pair_stride + b * other_stride)[None, :] + (a * stride)[:, None],
+                mask=real[None, :] & (a < length)[:, None],
+                other=0.0,
+            )
+            vector = tl.load(
+                vectors + (first + b)[:, None] * width + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
+            )
+            total = tl.dot(slope, vector, total, input_precision="tf32x3")
+        where = (target + a)[:, None] * width + place[None, :]
+        tl.store(found + where, total, mask=(a < length)[:, None] & inside[None, :])
 
 
 @triton.jit

@@ -63,6 +63,16 @@ def test_tied_regions_share_the_gradient_of_the_best_one():
     torch.testing.assert_close(of_regions, of_regions[:, :1].expand(-1, 4, -1))
 
 
+def test_images_that_pass_in_blocks_give_the_same(monkeypatch):
+    one = instance([2, 1], 131, 5)
+    scores, *whole = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
+    monkeypatch.setattr(module, "PASSING_ELEMENTS", 1)
+    alone = nla_gradient(one.regions, one.nodes, one.segments, CONFIGS["soft"])
+    found = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
+    for ours, expected in zip([alone, *found], [scores, scores, *whole], strict=True):
+        assert_scores(ours, expected.double(), 1e-6)
+
+
 def test_similarities_that_are_computed_again_give_the_same(monkeypatch):
     one = instance([2, 1], 131, 5)
     kept = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)

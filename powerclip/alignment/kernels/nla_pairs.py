@@ -1,0 +1,156 @@
+"""NLA scores of chosen pairs with their gradient, in Triton.
+
+A pair is K nodes by M regions: its similarities never leave the program that computes them. The gradient of a score is
+known as soon as the score is, so that one kernel gives both and the backward only scales. `nla_recompute.py` has the
+formulas.
+
+Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
+"""
+
+# Kernels are Triton's language, not typed Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.nla_gradient import best_set, kernel_settings
+from powerclip.alignment.kernels.nla_score import FAR, exp, log_powerset, one_more
+from powerclip.alignment.kernels.pairs import TILE_WIDTH, pair_gradients, pair_tile, tile
+from powerclip.alignment.ragged import Segments
+
+
+def nla_pairs(
+    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
+) -> Tensor:
+    """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
+    offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
+    return _PairScores.apply(regions.float(), nodes.float(), offsets, image, caption, segments.longest, config)
+
+
+class _PairScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        regions: Tensor,
+        nodes: Tensor,
+        offsets: Tensor,
+        image: Tensor,
+        caption: Tensor,
+        longest: int,
+        config: AlignmentConfig,
+    ) -> Tensor:
+        regions, nodes = regions.contiguous(), nodes.contiguous()
+        count, width = regions.shape[1:]
+        scores = torch.zeros(len(image), device=regions.device)
+        of_q = torch.zeros(len(image), longest, count, device=regions.device)
+        numbers, switches = kernel_settings(config, count)
+        sizes = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH, "FAST": regions.is_cuda}
+        if len(image):
+            _scores_of_pairs[(len(image),)](
+                regions,
+                nodes,
+                offsets,
+                image,
+                caption,
+                scores,
+                of_q,
+                longest,
+                count,
+                width,
+                *numbers,
+                **switches,
+                **sizes,
+            )
+        ctx.save_for_backward(of_q, regions, nodes, offsets, image, caption)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_q, *inputs = ctx.saved_tensors
+        return *pair_gradients(of_q * gradients[0].view(-1, 1, 1), *inputs), None, None, None, None, None
+
+
+@triton.jit
+def _scores_of_pairs(
+    regions,  # [B, M, D]
+    nodes,  # [T, D]
+    offsets,  # [captions + 1]
+    image,  # [n], −1 where there is no pair
+    caption,  # [n]
+    scores,  # [n], zero
+    of_q,  # [n, K, M], zero: the gradient of a score
+    longest,
+    count,
+    width,
+    tau,
+    t2r_unit,
+    r2t_unit,
+    mean_weight,
+    alpha,
+    log_sets,
+    EMPTY: tl.constexpr,
+    SINGLE: tl.constexpr,
+    T2R: tl.constexpr,
+    R2T: tl.constexpr,
+    FAST: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    of_image = tl.load(image + pair)
+    if of_image < 0:
+        return
+    of_caption = tl.load(caption + pair)
+    first = tl.load(offsets + of_caption)
+    length = tl.load(offsets + of_caption + 1) - first
+    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
+    node, here = k < length, (m < count)[None, :]
+    x = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D) * (1 / tau)
+
+    plain = tl.sum(tl.where(here, x, 0.0), 1)
+    positive = tl.sum(tl.where(here, tl.maximum(x, 0.0), 0.0), 1)
+    product = tl.reduce(tl.where(here, exp(-tl.abs(x), FAST), 0.0), 1, one_more)
+    highest = tl.max(tl.where(here, x, -float("inf")), 1)
+    singles = tl.sum(tl.where(here, exp(tl.minimum(x - highest[:, None], 0.0), FAST), 0.0), 1)
+    soft = log_powerset(positive, product, highest, singles, EMPTY)
+    nodes_here = length.to(tl.float32)
+
+    # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
+    weight = 1.0 / (1.0 + exp(-tl.maximum(x, -80.0), FAST))
+    if not EMPTY:
+        lift = 1.0 + exp(-tl.maximum(soft, -80.0), FAST)
+        weight = tl.where(
+            (highest < FAR)[:, None], exp(tl.minimum(x - soft[:, None], 0.0), FAST), weight * lift[:, None]
+        )
+    score = 0.0
+    gradient = tl.zeros((TILE_K, TILE_M), tl.float32)
+    if T2R:
+        unit = t2r_unit / nodes_here
+        score += tau * unit * tl.sum(tl.where(node, best_set(soft, highest, EMPTY, SINGLE), 0.0), 0)
+        if SINGLE:
+            chosen = here & (x == highest[:, None])
+            if EMPTY:
+                chosen = chosen & (highest > 0.0)[:, None]
+            tied = tl.sum(tl.where(here & (x == highest[:, None]), 1.0, 0.0), 1)
+            gradient += tl.where(chosen, unit / tied[:, None], 0.0)
+        else:
+            gradient += unit * weight
+    if R2T:
+        inner = tl.where(node, mean_weight * plain + alpha * (soft - log_sets), -float("inf"))
+        outer = tl.max(inner, 0)
+        outer += tl.log(tl.sum(exp(inner - outer, FAST), 0))
+        score += tau * r2t_unit * (outer - (1.0 - alpha) * tl.log(nodes_here))
+        share = r2t_unit * exp(inner - outer, FAST)
+        gradient += share[:, None] * (alpha * weight + mean_weight)
+    tl.store(scores + pair, score)
+    at = (pair * longest + k)[:, None] * count + m[None, :]
+    tl.store(of_q + at, gradient, mask=node[:, None] & here)
