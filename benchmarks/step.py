@@ -11,7 +11,7 @@ the embedded scenes; pictures are noise, which costs the same.
 
 Steps are timed in rounds, one of each kind in turn, so that a GPU that warms up slows all of them; the table has the
 median of the rounds and the share of the data sheet's bf16 rate that the towers reach. Writes a JSON file and a
-Markdown table.
+Markdown table, anew after every round, so that a run that is ended leaves what it measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import argparse
 import gc
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -155,9 +156,11 @@ def main() -> None:
         **{name: partial(ours, name) for name in OURS},
     }
     wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
-    rows = timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device)
-    shares = chip_shares(rows, model, batches[few], device)
-    report(rows, shares, batches[few], arguments, device, "step-tiny" if arguments.tiny else f"step-{device.type}")
+    name, text = "step-tiny" if arguments.tiny else f"step-{device.type}", ""
+    for rows in timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device):
+        shares = chip_shares(rows, model, batches[few], device)
+        text = report(rows, shares, batches[few], arguments, name)
+    print(text)
 
 
 def make_batch(model: ModelSection, pairs: int, regions: int, trees: Path | None) -> Batch:
@@ -229,11 +232,12 @@ def open_clip_step(model: ModelSection, train: TrainSection, batch: Batch) -> Ca
 
 def timed(
     steps: Mapping[str, Callable[[], Callable[[], object]]], pairs: int, repeats: int, rounds: int, device: torch.device
-) -> list[Row]:
-    """Each step made and tried, then all of them timed in turn."""
+) -> Iterator[list[Row]]:
+    """Each step made and tried, then all of them timed in turn; what is known after each round."""
     rows = {name: Row(name) for name in steps}
     ready: dict[str, Callable[[], object]] = {}
     for name, prepare in steps.items():
+        began = time.perf_counter()
         held = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0  # by the steps before
         try:
             if device.type == "cuda":
@@ -247,7 +251,7 @@ def timed(
             ready[name] = step
         except torch.OutOfMemoryError:
             rows[name] = replace(rows[name], note="out of memory")
-        print(name, rows[name].note or "ready", flush=True)
+        print(f"{name}: {rows[name].note or f'ready after {time.perf_counter() - began:.0f} s'}", flush=True)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -255,10 +259,10 @@ def timed(
     for _ in range(rounds):
         for name, step in ready.items():
             times[name].append(measure(step, device, repeats, warmup=1).ms)
-    for name, found in times.items():
-        ms = statistics.median(found)
-        rows[name] = replace(rows[name], ms=ms, rounds=found, images_per_second=1000 * pairs / ms)
-    return list(rows.values())
+        for name, found in times.items():
+            ms = statistics.median(found)
+            rows[name] = replace(rows[name], ms=ms, rounds=[*found], images_per_second=1000 * pairs / ms)
+        yield list(rows.values())
 
 
 def chip_shares(rows: list[Row], model: ModelSection, batch: Batch, device: torch.device) -> dict[str, float]:
@@ -280,9 +284,9 @@ def report(
     shares: Mapping[str, float],
     batch: Batch,
     arguments: argparse.Namespace,
-    device: torch.device,
     name: str,
-) -> None:
+) -> str:
+    """Write what is known; gives the table."""
     made = origin()
     by_name = {row.name: row for row in rows}
 
@@ -332,7 +336,7 @@ def report(
     text += markdown(cells, heads)
     data = {"batch": facts, "rows": [asdict(row) for row in rows], "chip_share": dict(shares)}
     path = write_result(arguments.output, name, made, data, text)
-    print(f"{text}\n\n{path}.json, .md")
+    return f"{text}\n\n{path}.json, .md"
 
 
 if __name__ == "__main__":

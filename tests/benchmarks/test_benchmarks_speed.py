@@ -110,6 +110,12 @@ def test_evaluation_equals_clip_benchmarks(tmp_path):
     assert all(row["largest_difference"] < 1e-6 and row["clip_benchmark_seconds"] > 0 for row in rows)
 
 
+def test_training_with_its_data_is_measured_beside_the_step_alone(tmp_path):
+    rounds = run("throughput", tmp_path)["rounds"]
+    assert {name: len(rates) for name, rates in rounds.items()} == {"with its data": 2, "the step alone": 2}
+    assert all(rate > 0 for rates in rounds.values() for rate in rates)
+
+
 def test_methods_are_measured_beside_clip_and_the_paper(tmp_path):
     rows = {row["method"]: row for row in run("methods", tmp_path)["rows"]}
     assert len(rows) == 8
