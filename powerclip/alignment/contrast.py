@@ -20,7 +20,7 @@ def triplet(positive: Tensor, negatives: Tensor, gamma: float) -> Tensor:
 def softmax(positive: Tensor, negatives: Tensor, scale: Tensor | float) -> Tensor:
     """Cross-entropy of the positive [C] among itself and its negatives [C, k], at a scale (1/temperature)."""
     logits = scale * torch.cat([positive.unsqueeze(-1), negatives], -1)
-    return (torch.logsumexp(logits, -1) - logits[:, 0]).mean()
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
 
 
 def off_diagonal(scores: Tensor) -> Tensor:

@@ -85,21 +85,28 @@ class _MaskedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, masks: Tensor, there: Tensor | None) -> Tensor:
-        ctx.save_for_backward(masks)
         ctx.dtype = values.dtype
         ctx.half = values.is_cuda and values.dtype == torch.bfloat16
+        masks = _aligned(masks, values.dtype if ctx.half else torch.float32)
+        ctx.save_for_backward(masks)
         if there is not None:
             # Selected, never multiplied by zero: 0 · NaN is NaN.
             values = torch.where(there.unsqueeze(-1), values, 0)
         if ctx.half:
-            return torch.bmm(masks.to(values.dtype), values, out_dtype=torch.float32)
-        return masks.float() @ values.float()
+            return torch.bmm(masks, values, out_dtype=torch.float32)
+        return masks @ values.float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (masks,) = ctx.saved_tensors
-        gradient = gradients[0].bfloat16() if ctx.half else gradients[0]
-        return (masks.to(gradient.dtype).mT @ gradient).to(ctx.dtype), None, None
+        return (masks.mT @ gradients[0].to(masks.dtype)).to(ctx.dtype), None, None
+
+
+def _aligned(masks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Masks [C, M, N] as numbers whose rows begin at multiples of 16 bytes: cuBLAS takes twice as long over others."""
+    count = masks.shape[-1]
+    rows = torch.zeros(*masks.shape[:-1], -(-count // 8) * 8, dtype=dtype, device=masks.device)[..., :count]
+    return rows.copy_(masks)
 
 
 class _Normalise(torch.autograd.Function):

@@ -10,6 +10,8 @@ Axes: c images and captions of this rank · C of all n ranks · T nodes of all c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,7 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, highest, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.ragged import Segments
-from powerclip.alignment.score import differentiates_all, score_all, score_pairs
+from powerclip.alignment.score import differentiates_all, score_all, score_pairs, score_to_choose
 from powerclip.ranks import Ranks
 
 # Scores without a gradient are made in blocks of images: 64 MB each.
@@ -47,8 +49,26 @@ def gather_nodes(parts: Parts, ranks: Ranks) -> tuple[Tensor, Segments]:
     sizes = ranks.numbers(len(parts.nodes), parts.segments.longest)
     counts, longest = [size[0] for size in sizes], max(size[1] for size in sizes)
     rows = ranks.gather(F.pad(parts.nodes, (0, 0, 0, max(counts) - len(parts.nodes))))
-    nodes = torch.cat([part[:count] for part, count in zip(rows.split(max(counts)), counts, strict=True)])
+    nodes = rows if len(set(counts)) == 1 else _WithoutPadding.apply(rows, counts)
     return nodes, Segments.from_lengths(ranks.gather(parts.segments.lengths), len(nodes), longest)
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """The first of each rank's rows side by side. Its gradient is written once, not added up from slices."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        parts = rows.split(len(rows) // len(counts))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), counts = gradients, ctx.counts
+        rows = gradient.new_zeros(len(counts), max(counts), gradient.shape[1])
+        for row, part in zip(rows, gradient.split(counts), strict=True):
+            row[: len(part)] = part
+        return rows.flatten(0, 1), None
 
 
 def _against_all(
@@ -65,7 +85,7 @@ def _against_all(
     else:
         logits = scale * scores
         column = ranks.logsumexp(logits.logsumexp(0))[ranks.rows(count)]
-        loss = ((logits.logsumexp(1) + column) / 2 - scale * positive).mean()
+        loss = (F.cross_entropy(logits, own) + (column - scale * positive).mean()) / 2
     return loss, positive.detach(), scores.detach().masked_fill(matched, -torch.inf).amax(-1)
 
 
@@ -124,7 +144,7 @@ def find_hardest(
     for start in range(0, count, block):
         rows = slice(start, min(start + block, count))
         if scores is None:
-            scored = score_all(parts.regions[rows], parts.nodes, parts.segments, config)
+            scored = score_to_choose(parts.regions[rows], parts.nodes, parts.segments, config)
         else:
             scored = scores[rows]
         row = torch.arange(first + rows.start, first + rows.stop, device=device)

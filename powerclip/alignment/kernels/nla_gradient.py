@@ -28,22 +28,23 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_score import FAR, add_region, exp, log_powerset, nla_score
+from powerclip.alignment.kernels.nla_score import exp, log_powerset, nla_score
 from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
 from powerclip.alignment.kernels.split import by_region, halves, product, similarities, split_pair
 from powerclip.alignment.ragged import Segments
 
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
 KEPT_ELEMENTS = 2**28  # 1 GB
-BLOCK_ELEMENTS = 2**27  # most similarities that are computed again at a time: 512 MB
-# Most that nothing keeps, 256 MB, and most whose gradient is in memory at a time, 384 MB as three float16 numbers.
-PASSING_ELEMENTS = 2**26
+# Most similarities that are computed again, or whose gradient is in memory, at a time: 512 MB. With less the products
+# that end with few regions no longer fill a GPU.
+BLOCK_ELEMENTS = 2**27
+PASSING_ELEMENTS = 2**26  # most that nothing keeps: 256 MB
 
 
 def nla_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]; with a gradient where asked."""
     if not (torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)):
-        return _scores_in_passing(regions, nodes, segments, config)
+        return nla_in_passing(regions, nodes, segments, config)
     if keeps_similarities(regions, nodes):
         return _Scores.apply(regions, nodes, segments, config)
     block = whole_tiles(BLOCK_ELEMENTS // (len(nodes) * regions.shape[1]), TILE_IMAGES)
@@ -73,21 +74,21 @@ class _Scores(torch.autograd.Function):
         return of_regions, of_nodes, None, None
 
 
-def _scores_in_passing(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    """The scores [B, S] alone: similarities of a block of images are written over by those of the next."""
+@torch.no_grad()
+def nla_in_passing(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    """The scores [B, S] alone: similarities of a block of images are written over by those of the next.
+
+    Half-precision regions and nodes are multiplied as they are, in a third of the time.
+    """
     images, count, _ = regions.shape
     left, right = split_pair(nodes, by_region(regions))
     parts = []
-    for rows in right.view(count, images, -1).split(_passing(len(nodes) * count), 1):
+    size = whole_tiles(PASSING_ELEMENTS // (len(nodes) * count), TILE_IMAGES)
+    for rows in right.view(count, images, -1).split(size, 1):
         q = product(left, rows.flatten(0, 1).T).view(len(nodes), count, -1)
         parts.append(torch.empty(len(segments), q.shape[2], device=q.device))
         _launch(_scores, q, segments, config, parts[-1])
     return torch.cat(parts, 1).T
-
-
-def _passing(per_image: int) -> int:
-    """How many images are in memory at a time."""
-    return whole_tiles(PASSING_ELEMENTS // per_image, TILE_IMAGES)
 
 
 def _gradient_block(
@@ -105,18 +106,20 @@ def _back(
     unit = gradient.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
     given = (gradient.float() / unit).T
     node_high, node_low = halves(nodes)
-    high, low = (half.view(count, images, width) for half in halves(by_region(regions)))
-    vectors = torch.stack([high, low, high])  # [3, M, B, D]
+    region_high, region_low = (half.view(count, images, width) for half in halves(by_region(regions)))
     of_regions, of_nodes = [], torch.zeros(total, width, device=q.device)
-    size = _passing(total * count)
-    for part, slopes, rows in zip(q.split(size, 2), given.split(size, 1), vectors.split(size, 2), strict=True):
-        # A row is what a node's similarities send back: rounded, rounded once more, and what rounding lost.
-        sent = torch.empty(total, 3 * count * part.shape[2], dtype=torch.float16, device=q.device)
+    size = whole_tiles(BLOCK_ELEMENTS // (total * count), TILE_IMAGES)
+    blocks = (q.split(size, 2), given.split(size, 1), region_high.split(size, 1), region_low.split(size, 1))
+    for part, slopes, high, low in zip(*blocks, strict=True):
+        # A row is what a node's similarities send back: rounded, and then what rounding lost.
+        sent = torch.empty(total, 2 * count * part.shape[2], dtype=torch.float16, device=q.device)
         _launch(_similarity_gradients, part, segments, config, slopes.contiguous(), sent)
-        of_nodes += product(sent, rows.flatten(0, 2))
-        third = sent.shape[1] // 3
-        found = product(sent[:, third:].T, node_high).unflatten(0, (2, third)).sum(0)
-        found += product(sent[:, :third].T, node_low)
+        half = sent.shape[1] // 2
+        high, low = high.flatten(0, 1), low.flatten(0, 1)
+        of_nodes += product(sent, torch.cat([high, high]))
+        of_nodes += product(sent[:, :half], low)
+        found = product(sent.T, node_high).unflatten(0, (2, half)).sum(0)
+        found += product(sent[:, :half].T, node_low)
         of_regions.append(found.view(count, -1, width).transpose(0, 1))
     return (unit * torch.cat(of_regions)).to(regions.dtype), of_nodes.mul_(unit).to(nodes.dtype)
 
@@ -151,6 +154,8 @@ def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig,
         *numbers,
         **switches,
         M=count,
+        IMAGES=images if images % TILE_IMAGES == 0 else 0,
+        STRIDE=q.stride(1) if q.stride(1) % TILE_IMAGES == 0 else 0,
         FAST=q.is_cuda,
         TILE_B=TILE_IMAGES,
         num_warps=WARPS,
@@ -175,9 +180,16 @@ def _scores(
     T2R: tl.constexpr,
     R2T: tl.constexpr,
     M: tl.constexpr,
+    IMAGES: tl.constexpr,
+    STRIDE: tl.constexpr,
     FAST: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
+    # Known to the compiler where they are round, as in training: a quarter of the instructions were addresses.
+    if IMAGES:
+        images = IMAGES
+    if STRIDE:
+        stride = STRIDE
     caption = tl.program_id(0).to(tl.int64)
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     there = image < images
@@ -186,7 +198,7 @@ def _scores(
     outer = tl.full((TILE_B,), -float("inf"), tl.float32)
     spread = tl.zeros((TILE_B,), tl.float32)
     for node in range(first, end):
-        plain, soft, highest, _ = _node_sums(
+        plain, soft, highest, _, _, _, _ = _node_sums(
             q + node * M * stride + image, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
         )
         if T2R:
@@ -207,7 +219,7 @@ def _similarity_gradients(
     q,  # [T, M, B] float32, images side by side, `stride` from region to region
     offsets,  # [S+1]
     given,  # [S, B] float32: the gradient of the scores
-    sent,  # [T, 3, M, B] float16: the gradient of q rounded, the same again, what rounding lost
+    sent,  # [T, 2, M, B] float16: the gradient of q rounded, and what rounding lost
     images,
     stride,
     tau,
@@ -221,9 +233,16 @@ def _similarity_gradients(
     T2R: tl.constexpr,
     R2T: tl.constexpr,
     M: tl.constexpr,
+    IMAGES: tl.constexpr,
+    STRIDE: tl.constexpr,
     FAST: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
+    # Known to the compiler where they are round, as in training: a quarter of the instructions were addresses.
+    if IMAGES:
+        images = IMAGES
+    if STRIDE:
+        stride = STRIDE
     caption = tl.program_id(0).to(tl.int64)
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     there = image < images
@@ -233,7 +252,7 @@ def _similarity_gradients(
     spread = tl.zeros((TILE_B,), tl.float32)
     if R2T:
         for node in range(first, end):
-            plain, soft, highest, _ = _node_sums(
+            plain, soft, _, _, _, _, _ = _node_sums(
                 q + node * M * stride + image, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
             )
             outer, spread = _add_node(mean_weight * plain + alpha * (soft - log_sets), outer, spread, FAST)
@@ -241,17 +260,15 @@ def _similarity_gradients(
     of_best = slope * t2r_unit / (end - first).to(tl.float32)
     for node in range(first, end):
         at = q + node * M * stride + image
-        plain, soft, highest, tied = _node_sums(at, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B)
+        plain, soft, highest, tied, base, unit, shared = _node_sums(
+            at, stride, there, 1 / tau, EMPTY, SINGLE, FAST, M, TILE_B
+        )
         share = tl.zeros((TILE_B,), tl.float32)
         if R2T:
             share = slope * r2t_unit * exp(mean_weight * plain + alpha * (soft - log_sets) - outer, FAST)
-        lift = 1.0 + exp(-tl.maximum(soft, -80.0), FAST)
         for region in tl.static_range(M):
             x = tl.load(at + region * stride, mask=there, other=0.0) * (1 / tau)
-            # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
-            weight = 1.0 / (1.0 + exp(-tl.maximum(x, -80.0), FAST))
-            if not EMPTY:
-                weight = tl.where(highest < FAR, exp(x - soft, FAST), weight * lift)
+            weight = set_weight(x, base, unit, shared, FAST)
             gradient = tl.zeros((TILE_B,), tl.float32)
             if T2R:
                 if SINGLE:
@@ -264,10 +281,9 @@ def _similarity_gradients(
             if R2T:
                 gradient += share * (alpha * weight + mean_weight)
             rounded = gradient.to(tl.float16)
-            to = sent + (3 * node * M + region) * images + image
+            to = sent + (2 * node * M + region) * images + image
             tl.store(to, rounded, mask=there)
-            tl.store(to + M * images, rounded, mask=there)
-            tl.store(to + 2 * M * images, (gradient - rounded.to(tl.float32)).to(tl.float16), mask=there)
+            tl.store(to + M * images, (gradient - rounded.to(tl.float32)).to(tl.float16), mask=there)
 
 
 @triton.jit
@@ -282,20 +298,45 @@ def _node_sums(
     M: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
-    """Of one node: Σ x, the soft maximum over the sets, the highest x and how many regions have it."""
+    """Of one node: Σ x, the soft maximum over the sets, the highest x, how many regions have it, and h, e^h and the
+    share of its weights for `set_weight`. `nla_score.py` has the formulas.
+    """
     plain = tl.zeros((TILE_B,), tl.float32)
-    positive = tl.zeros((TILE_B,), tl.float32)
-    product = tl.zeros((TILE_B,), tl.float32)
     highest = tl.full((TILE_B,), -float("inf"), tl.float32)
-    singles = tl.zeros((TILE_B,), tl.float32)
     tied = tl.zeros((TILE_B,), tl.float32)
     for region in tl.static_range(M):
         x = tl.load(q + region * stride, mask=there, other=0.0) * inverse_tau
         plain += x
         if SINGLE:
             tied = tl.where(x > highest, 1.0, tl.where(x == highest, tied + 1.0, tied))
-        positive, product, highest, singles = add_region(x, positive, product, highest, singles, EMPTY, SINGLE, FAST)
-    return plain, log_powerset(positive, product, highest, singles, EMPTY), highest, tied
+        highest = tl.maximum(highest, x)
+    base = tl.zeros((TILE_B,), tl.float32)
+    if not EMPTY:
+        base = tl.minimum(highest, 0.0)
+    unit = exp(base, FAST)
+    positive = tl.zeros((TILE_B,), tl.float32)
+    product = tl.zeros((TILE_B,), tl.float32)
+    for region in tl.static_range(M):
+        x = tl.load(q + region * stride, mask=there, other=0.0) * inverse_tau
+        positive += tl.maximum(x, 0.0)
+        product += exp(-tl.abs(x) - base, FAST) * (1.0 + unit * product)
+    soft = log_powerset(positive, product, highest, base, EMPTY)
+    return plain, soft, highest, tied, base, unit, weight_unit(soft, product, highest, unit, EMPTY, FAST)
+
+
+@triton.jit
+def weight_unit(soft, product, highest, unit, EMPTY: tl.constexpr, FAST: tl.constexpr):
+    """What all weights of a node share: 1 with ∅, without it 1/(1 − e^−L), in units of e^h."""
+    if EMPTY:
+        return tl.full(soft.shape, 1.0, tl.float32)
+    return tl.where(highest > 0.0, 1.0 + exp(-tl.maximum(soft, -80.0), FAST), unit + 1.0 / tl.maximum(product, 1.0))
+
+
+@triton.jit
+def set_weight(x, base, unit, shared, FAST: tl.constexpr):
+    """The derivative of the soft maximum over the sets by one region's x: σ(x) times what all weights share."""
+    v = exp(-tl.abs(x) - base, FAST)
+    return shared * tl.where(x > 0.0, 1.0, v) / (1.0 + unit * v)
 
 
 @triton.jit

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_gradient import best_set, kernel_settings
-from powerclip.alignment.kernels.nla_score import FAR, exp, log_powerset, one_more
+from powerclip.alignment.kernels.nla_gradient import best_set, kernel_settings, set_weight, weight_unit
+from powerclip.alignment.kernels.nla_score import LN2, exp, log_powerset, powerset_product
 from powerclip.alignment.kernels.pairs import TILE_WIDTH, pair_gradients, pair_tile, tile
 from powerclip.alignment.ragged import Segments
 
@@ -118,32 +118,28 @@ def _scores_of_pairs(
 
     plain = tl.sum(tl.where(here, x, 0.0), 1)
     positive = tl.sum(tl.where(here, tl.maximum(x, 0.0), 0.0), 1)
-    product = tl.reduce(tl.where(here, exp(-tl.abs(x), FAST), 0.0), 1, one_more)
     highest = tl.max(tl.where(here, x, -float("inf")), 1)
-    singles = tl.sum(tl.where(here, exp(tl.minimum(x - highest[:, None], 0.0), FAST), 0.0), 1)
-    soft = log_powerset(positive, product, highest, singles, EMPTY)
+    base = tl.zeros((TILE_K,), tl.float32) if EMPTY else tl.minimum(highest, 0.0)
+    away = tl.where(here, x, -1e30)  # what is no region is so far below zero that it does not count
+    unit = tl.full((TILE_K,), 1.0, tl.float32) if EMPTY else exp(base, FAST)
+    product = powerset_product(away * (1.0 / LN2), base[:, None] * (1.0 / LN2), unit[:, None], FAST)
+    soft = log_powerset(positive, product, highest, base, EMPTY)
+    shared = weight_unit(soft, product, highest, unit, EMPTY, FAST)
+    weight = set_weight(away, base[:, None], unit[:, None], shared[:, None], FAST)
     nodes_here = length.to(tl.float32)
-
-    # σ(x) and, without ∅, σ(x)/(1 − e^−L) or a single region's share: see `nla_recompute._weights`.
-    weight = 1.0 / (1.0 + exp(-tl.maximum(x, -80.0), FAST))
-    if not EMPTY:
-        lift = 1.0 + exp(-tl.maximum(soft, -80.0), FAST)
-        weight = tl.where(
-            (highest < FAR)[:, None], exp(tl.minimum(x - soft[:, None], 0.0), FAST), weight * lift[:, None]
-        )
     score = 0.0
     gradient = tl.zeros((TILE_K, TILE_M), tl.float32)
     if T2R:
-        unit = t2r_unit / nodes_here
-        score += tau * unit * tl.sum(tl.where(node, best_set(soft, highest, EMPTY, SINGLE), 0.0), 0)
+        each = t2r_unit / nodes_here
+        score += tau * each * tl.sum(tl.where(node, best_set(soft, highest, EMPTY, SINGLE), 0.0), 0)
         if SINGLE:
             chosen = here & (x == highest[:, None])
             if EMPTY:
                 chosen = chosen & (highest > 0.0)[:, None]
             tied = tl.sum(tl.where(here & (x == highest[:, None]), 1.0, 0.0), 1)
-            gradient += tl.where(chosen, unit / tied[:, None], 0.0)
+            gradient += tl.where(chosen, each / tied[:, None], 0.0)
         else:
-            gradient += unit * weight
+            gradient += each * weight
     if R2T:
         inner = tl.where(node, mean_weight * plain + alpha * (soft - log_sets), -float("inf"))
         outer = tl.max(inner, 0)

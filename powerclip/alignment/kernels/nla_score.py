@@ -6,12 +6,12 @@ not be: its regions are taken in parts of 16, 8, 4, 2 and 1, each a product of i
 vain. A second, small pass reduces each caption's nodes. Both read what is there: nodes lie end to end, a caption is a
 range of them, nothing is padded to the longest.
 
-With x_m = q_m/τ the sums are X = Σ x, R = Σ relu(x) and P = Π (1 + e^−|x|) − 1, all without cancellation. Then
-log Σ_A exp Σ_A x, the soft maximum over the sets that both aggregations need, is
+With x_m = q_m/τ the sums are X = Σ x, R = Σ relu(x) and P = (Π (1 + e^−|x|) − 1) / e^h, all without cancellation.
+Then log Σ_A exp Σ_A x, the soft maximum over the sets that both aggregations need, is
 
-    with ∅      R + log(1 + P)
-    without     L + log(1 − e^−L) for L = R + log(1 + P) where some x > 0, log P where none is, and
-                log Σ_m exp x_m where all are so far below zero that sets of two no longer count (and P underflows)
+    with ∅      R + log(1 + P),                                       h = 0
+    without     L + log(1 − e^−L) for L = R + log(1 + P) where some x > 0, h = 0,
+                h + log P where none is, h being the highest x: P is at least 1 and nothing underflows
 
 Axes: T nodes of all captions · B images · M regions · S captions · D width
 """
@@ -43,7 +43,6 @@ REDUCE_IMAGES = 256
 BLOCK_ELEMENTS = 2**27
 
 LN2 = tl.constexpr(math.log(2))
-FAR = tl.constexpr(-16.0)  # about log ε of float32, as in `log_powerset`
 
 
 def nla_score(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
@@ -146,16 +145,17 @@ def _node_sums(
     positive = tl.zeros((TILE_T, TILE_B), tl.float32)  # R
     product = tl.zeros((TILE_T, TILE_B), tl.float32)  # P
     highest = tl.full((TILE_T, TILE_B), -float("inf"), tl.float32)
-    singles = tl.zeros((TILE_T, TILE_B), tl.float32)  # Σ exp(x − highest)
+    base = tl.full((TILE_T, TILE_B), 0.0 if EMPTY else -float("inf"), tl.float32)  # h
     for sixteen in tl.static_range(M // 16):
         x = tl.zeros((TILE_T, TILE_B * 16), tl.float32)
         for start in range(0, width, TILE_D):
             left = _load_nodes(nodes, node, node_there, start + place, width)
             right = _load_regions(regions, first, sixteen * 16, start + place, images, width, M, 16, TILE_B)
             x = tl.dot(left, right, x)
-        plain, positive, product, highest, singles = _join(
-            plain, positive, product, highest, singles, x * bits, EMPTY, FAST, 16, TILE_T, TILE_B
-        )
+        x *= bits
+        highest = _highest(highest, x, 16, TILE_T, TILE_B)
+        product, base, unit = _raise(product, base, highest, EMPTY, FAST)
+        plain, positive, product = _join(plain, positive, product, base, unit, x, FAST, 16, TILE_T, TILE_B)
     if M % 16 > 0:
         rest: tl.constexpr = M // 16 * 16
         x8 = tl.zeros((TILE_T, TILE_B * 8), tl.float32)
@@ -175,25 +175,27 @@ def _node_sums(
                 x2 = tl.dot(left, _load_regions(regions, first, after4, at, images, width, M, 2, TILE_B), x2)
             if M & 1:
                 x1 = tl.dot(left, _load_regions(regions, first, M - 1, at, images, width, M, 1, TILE_B), x1)
+        x8, x4, x2, x1 = x8 * bits, x4 * bits, x2 * bits, x1 * bits
         if M & 8:
-            plain, positive, product, highest, singles = _join(
-                plain, positive, product, highest, singles, x8 * bits, EMPTY, FAST, 8, TILE_T, TILE_B
-            )
+            highest = _highest(highest, x8, 8, TILE_T, TILE_B)
         if M & 4:
-            plain, positive, product, highest, singles = _join(
-                plain, positive, product, highest, singles, x4 * bits, EMPTY, FAST, 4, TILE_T, TILE_B
-            )
+            highest = _highest(highest, x4, 4, TILE_T, TILE_B)
         if M & 2:
-            plain, positive, product, highest, singles = _join(
-                plain, positive, product, highest, singles, x2 * bits, EMPTY, FAST, 2, TILE_T, TILE_B
-            )
+            highest = _highest(highest, x2, 2, TILE_T, TILE_B)
         if M & 1:
-            plain, positive, product, highest, singles = _join(
-                plain, positive, product, highest, singles, x1 * bits, EMPTY, FAST, 1, TILE_T, TILE_B
-            )
+            highest = _highest(highest, x1, 1, TILE_T, TILE_B)
+        product, base, unit = _raise(product, base, highest, EMPTY, FAST)
+        if M & 8:
+            plain, positive, product = _join(plain, positive, product, base, unit, x8, FAST, 8, TILE_T, TILE_B)
+        if M & 4:
+            plain, positive, product = _join(plain, positive, product, base, unit, x4, FAST, 4, TILE_T, TILE_B)
+        if M & 2:
+            plain, positive, product = _join(plain, positive, product, base, unit, x2, FAST, 2, TILE_T, TILE_B)
+        if M & 1:
+            plain, positive, product = _join(plain, positive, product, base, unit, x1, FAST, 1, TILE_T, TILE_B)
 
-    plain, positive, highest = plain * LN2, positive * LN2, highest * LN2
-    soft = log_powerset(positive, product, highest, singles, EMPTY)
+    plain, positive, highest, base = plain * LN2, positive * LN2, highest * LN2, base * LN2
+    soft = log_powerset(positive, product, highest, base, EMPTY)
     image = first + tl.arange(0, TILE_B)
     at = node[:, None] * images + image[None, :]
     there = node_there[:, None] & (image < images)[None, :]
@@ -230,38 +232,41 @@ def _load_regions(
 
 
 @triton.jit
+def _highest(highest, x, PART: tl.constexpr, TILE_T: tl.constexpr, TILE_B: tl.constexpr):
+    """The highest x [T, B] with PART more regions, x [T, PART · B].
+
+    Images lie side by side, so that all regions of one are in the same thread's registers: nothing is exchanged.
+    """
+    return tl.maximum(highest, tl.max(tl.reshape(x, (TILE_T, PART, TILE_B)), 1))
+
+
+@triton.jit
+def _raise(product, base, highest, EMPTY: tl.constexpr, FAST: tl.constexpr):
+    """P in units of the new h, which is no lower than the old one; that h, and e^h. In units of ln 2."""
+    if EMPTY:
+        return product, base, tl.full(product.shape, 1.0, tl.float32)
+    raised = tl.minimum(highest, 0.0)
+    return product * exp2(base - raised, FAST), raised, exp2(raised, FAST)
+
+
+@triton.jit
 def _join(
     plain,
     positive,
     product,
-    highest,
-    singles,
+    base,
+    unit,
     x,
-    EMPTY: tl.constexpr,
     FAST: tl.constexpr,
     PART: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
-    """The sums [T, B] with PART more regions in them, x [T, PART · B], both in units of ln 2.
-
-    Images lie side by side, so that all regions of one are in the same thread's registers: nothing is exchanged.
-    """
+    """The sums [T, B] with PART more regions in them, x [T, PART · B], both in units of ln 2."""
     x = tl.reshape(x, (TILE_T, PART, TILE_B))
-    product_here = tl.reduce(exp2(-tl.abs(x), FAST), 1, one_more)
-    highest_here = tl.max(x, 1)
-    if not EMPTY:
-        singles_here = tl.sum(exp2(x - highest_here[:, None, :], FAST), 1)
-        # Rescaled to the higher of the two maxima: one of the two exponents is always zero.
-        change = exp2(-tl.abs(highest_here - highest), FAST)
-        singles = tl.where(highest_here > highest, singles * change + singles_here, singles + singles_here * change)
-    return (
-        plain + tl.sum(x, 1),
-        positive + tl.sum(tl.maximum(x, 0.0), 1),
-        product + product_here + product * product_here,
-        tl.maximum(highest, highest_here),
-        singles,
-    )
+    here = powerset_product(x, base[:, None, :], unit[:, None, :], FAST)
+    product, unit = join_products(product, unit, here, unit)
+    return plain + tl.sum(x, 1), positive + tl.sum(tl.maximum(x, 0.0), 1), product
 
 
 @triton.jit
@@ -281,33 +286,25 @@ def exp(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def one_more(a, b):
-    """(1 + a)(1 + b) − 1, without the cancellation."""
-    return a + b + a * b
+def powerset_product(x, base, unit, FAST: tl.constexpr):
+    """P over the regions, the second axis of x; `base` is h, `unit` e^h. In units of ln 2."""
+    product, unit = tl.reduce((exp2(-tl.abs(x) - base, FAST), tl.broadcast_to(unit, x.shape)), 1, join_products)
+    return product
 
 
 @triton.jit
-def add_region(x, positive, product, highest, singles, EMPTY: tl.constexpr, SINGLE: tl.constexpr, FAST: tl.constexpr):
-    """The running sums R, P, the highest x and Σ exp(x − highest) with one more region in them."""
-    positive += tl.maximum(x, 0.0)
-    product += exp(-tl.abs(x), FAST) * (1.0 + product)
-    if not EMPTY:
-        # Rescaled whenever a new maximum comes: one of the two exponents is always zero.
-        change = exp(-tl.abs(x - highest), FAST)
-        singles = tl.where(x > highest, singles * change + 1.0, singles + change)
-    if SINGLE or not EMPTY:
-        highest = tl.maximum(highest, x)
-    return positive, product, highest, singles
+def join_products(a, unit, b, same_unit):
+    """((1 + e^h·a)(1 + e^h·b) − 1) / e^h without the cancellation, and e^h, which both have."""
+    return a + b + unit * a * b, unit
 
 
 @triton.jit
-def log_powerset(positive, product, highest, singles, EMPTY: tl.constexpr):
-    """The soft maximum over the sets, from the running sums over the regions."""
+def log_powerset(positive, product, highest, base, EMPTY: tl.constexpr):
+    """The soft maximum over the sets, from the sums over the regions."""
     soft = positive + tl.log(1.0 + product)
     if not EMPTY:
         above = soft + tl.log(1.0 - tl.exp(-tl.maximum(soft, 0.5)))
-        below = tl.log(tl.maximum(product, 1e-30))
-        soft = tl.where(highest > 0.0, above, tl.where(highest > FAR, below, highest + tl.log(singles)))
+        soft = tl.where(highest > 0.0, above, base + tl.log(tl.maximum(product, 1.0)))
     return soft
 
 

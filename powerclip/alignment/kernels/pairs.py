@@ -30,10 +30,10 @@ TILE_WIDTH = 64
 SMALLEST = 16  # side of a matrix that tensor cores multiply
 # Most pairs of one program of the backward. What further pieces have found takes n/PIECE times M·D, or K·D, numbers: at
 # a width of 512 about as many as q, n times K·M.
-PIECE = 64
+PIECE = 32
 TOGETHER = 32  # rows of several pairs that one product sums over
 STAGES = 1  # a program that reads ahead needs all registers, and few such programs fit
-OWNERS = 512  # with more owners than this, a program does several tiles of the width
+OWNERS = 1024  # with more owners than this, a program does several tiles of the width
 
 
 def pairs(regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor) -> Tensor:
