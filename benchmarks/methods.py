@@ -55,6 +55,7 @@ class Entry:
 
     method: Method | None = None  # None: not made
     clips: list[Measurement] = field(default_factory=list)  # CLIP's of the same turns
+    gib: float | None = None  # peak on a GPU, with weights and optimiser state
     note: str = ""  # why it takes no turns, or no more
 
     @property
@@ -111,20 +112,28 @@ class Comparison:
         """Build and compile a method."""
         entry, began = self.entries[name], time.perf_counter()
         try:
-            entry.method, entry.note = self._ready(name), ""
+            entry.method, entry.gib = self._ready(name)
+            entry.note = ""
         except Exception as problem:
             entry.note = failure(problem)
         self._release(entry)
         print(f"{name:10} {entry.note or f'ready after {time.perf_counter() - began:.0f} s'}", flush=True)
 
-    def _ready(self, name: str) -> Method:
+    def _ready(self, name: str) -> tuple[Method, float | None]:
+        """The method, compiled, and its peak memory."""
+        on_gpu = torch.device(self.arguments.device).type == "cuda"
+        held = torch.cuda.memory_allocated() if on_gpu else 0  # by the methods before
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         method = made(name, self.arguments)
         if self.batch is None:  # the first method makes it; all methods get the same
             loader = make_loader(method.recipe, method.state.encoder, compiled=self.arguments.compile != "never")
             self.batch = loader.batch(0).to(method.state.device)
-        for _ in range(2):  # the first step compiles, the second finds out whether once was enough
-            method.step(self.batch)
-        return method
+        method.step(self.batch)
+        # Of the step that compiles: what a replayed graph takes is not counted by torch.
+        gib = (torch.cuda.max_memory_allocated() - held) / 2**30 if on_gpu else None
+        method.step(self.batch)  # finds out whether compiling once was enough
+        return method, gib
 
     def take_turn(self, names: dict[str, None]) -> None:
         """Some steps of each that is able to; then all that is known is written."""
@@ -158,14 +167,14 @@ class Comparison:
         rows = []
         for name, entry in self.entries.items():
             row: dict[str, Any] = {"method": name, "ms": None, "relative": None, "smallest": None, "largest": None}
-            row |= {"gib": None, "paper": None, "turns": len(entry.times)}
+            row |= {"paper": None, "turns": len(entry.times)}
             if entry.method and clip and entry.clips:
                 # CLIP may have failed in a later turn.
                 beside = replace(entry.method, times=entry.times[: len(entry.clips)])
                 row |= beside_clip({"clip": replace(clip, times=entry.clips), name: beside})[-1]
             elif entry.times:
                 row["ms"] = statistics.median(found.ms for found in entry.times)
-            rows.append({**row, "target": TARGET.get(name), "note": entry.note})
+            rows.append({**row, "gib": entry.gib, "target": TARGET.get(name), "note": entry.note})
         return rows
 
     def write(self) -> str:
