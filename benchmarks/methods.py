@@ -2,6 +2,7 @@
 
     python benchmarks/methods.py                # on a GPU: ViT-B/16, batch 512, bf16, compiled block by block
     python benchmarks/methods.py --compile auto --only flip powerclip    # as training compiles: a minute more a method
+    python benchmarks/methods.py --trees DATA/captions10k/trees.tsv.gz   # captions of photographs, not of scenes
     python benchmarks/methods.py --tiny         # seconds on a CPU: shows that it works, measures nothing
 
 A step is what training does: towers, loss, gradient, AdamW and what the method does after it; the batch lies on the
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from alignment import failure
 from measure import RESULTS, Measurement, markdown, origin, write_result
+from step import make_batch
 
 from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, two repetitions, not compiled")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--trees", type=Path, help="TSV file of bracketed trees, one caption each")
     parser.add_argument("--compile", default="blocks", help="auto, always, blocks or never")
     parser.add_argument("--rounds", type=int, default=2, help="turns of all, after each method's first beside CLIP")
     parser.add_argument("--repeats", type=int, default=6, help="steps of a method in each turn")
@@ -127,13 +130,19 @@ class Comparison:
             torch.cuda.reset_peak_memory_stats()
         method = made(name, self.arguments)
         if self.batch is None:  # the first method makes it; all methods get the same
-            loader = make_loader(method.recipe, method.state.encoder, compiled=self.arguments.compile != "never")
-            self.batch = loader.batch(0).to(method.state.device)
+            self.batch = self._make_batch(method).to(method.state.device)
         method.step(self.batch)
         # Of the step that compiles: what a replayed graph takes is not counted by torch.
         gib = (torch.cuda.max_memory_allocated() - held) / 2**30 if on_gpu else None
         method.step(self.batch)  # finds out whether compiling once was enough
         return method, gib
+
+    def _make_batch(self, method: Method) -> Batch:
+        recipe, trees = method.recipe, self.arguments.trees
+        if trees is not None:
+            return make_batch(recipe.model, self.arguments.batch, recipe.regions.count, trees)
+        loader = make_loader(recipe, method.state.encoder, compiled=self.arguments.compile != "never")
+        return loader.batch(0)
 
     def take_turn(self, names: dict[str, None]) -> None:
         """Some steps of each that is able to; then all that is known is written."""
@@ -183,7 +192,7 @@ class Comparison:
         model = "a tiny model: the times mean nothing" if arguments.tiny else "ViT-B/16"
         about = f"{model}, batch {arguments.batch}, compile: {arguments.compile}"
         if self.batch is not None:
-            about += f", captions of {self.batch.tokens.shape[1]} tokens"
+            about += f", captions padded to {self.batch.padded_length:.1f} tokens, at most {self.batch.tokens.shape[1]}"
         text = f"# Step time of every method\n\n{about}\n\n{markdown([cells(row) for row in data], HEADS)}"
         name = "methods-tiny" if arguments.tiny else f"methods-{arguments.device.split(':')[0]}"
         path = write_result(arguments.output, name, self._made, {"about": about, "rows": data}, text)

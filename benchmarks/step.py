@@ -180,6 +180,7 @@ def make_batch(model: ModelSection, pairs: int, regions: int, trees: Path | None
         phrases=pack_phrases([tree for _, tree in captions], tokenized, tokens.shape[1]),
         keys=[str(number) for number in range(pairs)],
         short=min(-(-longest // 16) * 16, tokens.shape[1]),
+        lengths=tuple(len(caption.ids) for caption in tokenized),
     )
 
 
