@@ -143,29 +143,18 @@ def score_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1, which is no pair."""
-    kernels, there = choose(config, regions.device) == "triton", image >= 0
-    if kernels and config.aggregation == "nla":
-        from powerclip.alignment.kernels.nla_pairs import nla_pairs
-
-        return nla_pairs(regions, nodes, segments, image, caption, config)
+    if choose(config, regions.device) == "triton":
+        # Triton is imported only by those who use it.
+        if config.aggregation == "exact":
+            from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
+        else:
+            from powerclip.alignment.kernels.nla_pairs import nla_pairs as kernel
+        return kernel(regions, nodes, segments, image, caption, config)
+    q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
     rows = Rows(segments.lengths[caption], segments.longest)
-    if kernels:
-        from powerclip.alignment.kernels.pairs import pairs
-
-        q = pairs(regions, nodes, segments, image, caption)
-    else:
-        q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
-    flat = q.flatten(0, 1).unsqueeze(1)
-    if kernels and config.r2t:
-        from powerclip.alignment.kernels.exact_pairs import exact_pairs
-
-        score = exact_pairs(q, torch.where(there, rows.lengths, 0), empty_set=config.empty_set)
-        score = score / q.shape[-1] if config.similarity == "mean" else score
-        score = score + _t2r(flat, rows, config).squeeze(-1) if config.t2r else score
-    else:
-        score = aggregate(flat, rows, config).squeeze(-1)
-    # Similarities of no pair are zero or another pair's: their score and its gradient are finite.
-    return torch.where(there, score, 0.0)
+    score = aggregate(q.flatten(0, 1).unsqueeze(1), rows, config).squeeze(-1)
+    # Similarities of no pair are another pair's: their score and its gradient are finite.
+    return torch.where(image >= 0, score, 0.0)
 
 
 def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, k: int) -> bool:

@@ -1,9 +1,10 @@
-"""Exact R2T of chosen pairs with its gradient, in Triton: all 2^M sets of regions, nothing of that size in memory.
+"""Exact scores of chosen pairs with their gradient, in Triton: all 2^M sets of regions, nothing of that size in memory.
 
 R2T is the mean over sets of the best node's sum. Its gradient is known as soon as it is: for each set the regions in it
-count once for the node that won, and tied nodes share. So one kernel gives both, and the backward only scales.
+count once for the node that won, and tied nodes share. T2R needs no sets: the best one holds all positive regions, or
+is the best region. `pairs.py` has what surrounds the kernel.
 
-Axes: n chosen pairs · K nodes of the longest caption · M regions
+Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
 
 # Kernels are Triton's language, not typed Python.
@@ -11,74 +12,112 @@ Axes: n chosen pairs · K nodes of the longest caption · M regions
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.nla_gradient import kernel_settings
+from powerclip.alignment.kernels.pairs import pair_tile, score_by
+from powerclip.alignment.ragged import Segments
+
 TILE_SETS = 1024
 
 
-def exact_pairs(q: Tensor, lengths: Tensor, *, empty_set: bool) -> Tensor:
-    """Eq. 6 [n] of similarities q [n, K, M], of which a pair's first `lengths[i]` rows are nodes; 0 where none is."""
-    return _ExactPairs.apply(q, lengths, empty_set)
-
-
-class _ExactPairs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, lengths: Tensor, empty_set: bool) -> Tensor:
-        q = q.contiguous()
-        pairs, longest, count = q.shape
-        scores, gradient = torch.empty(pairs, device=q.device), torch.zeros_like(q)
-        # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
-        share = 1 / (2**count - (0 if empty_set else 1))
-        if pairs:
-            _mean_of_best[(pairs,)](
-                q, lengths, scores, gradient, longest, share, M=count, TILE_S=min(2**count, TILE_SETS)
-            )
-        ctx.save_for_backward(gradient)
-        return scores
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].view(-1, 1, 1), None, None
+def exact_pairs(
+    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
+) -> Tensor:
+    """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
+    count = regions.shape[1]
+    (_, t2r_unit, r2t_unit, *_), switches = kernel_settings(config, count)
+    # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
+    set_unit = r2t_unit / (2**count - (0 if config.empty_set else 1))
+    q = torch.empty(len(image), segments.longest, count, device=regions.device)
+    sizes = {"M": count, "TILE_S": min(2**count, TILE_SETS)}
+    return score_by(
+        _scores_of_pairs, regions, nodes, segments, image, caption, (q, t2r_unit, set_unit), {**switches, **sizes}
+    )
 
 
 @triton.jit
-def _mean_of_best(
-    q,  # [n, K, M] float32
-    lengths,  # [n]
-    scores,  # [n] float32
-    gradient,  # [n, K, M] float32, zero
+def _scores_of_pairs(
+    regions,  # [B, M, D]
+    nodes,  # [T, D]
+    offsets,  # [captions + 1]
+    image,  # [n], −1 where there is no pair
+    caption,  # [n]
+    scores,  # [n], zero
+    of_q,  # [n, K, M], zero: the gradient of a score
     longest,
-    share,
+    count,
+    width,
+    similarities,  # [n, K, M]: what the threads of a program tell each other
+    t2r_unit,
+    set_unit,  # of R2T, for each set
+    EMPTY: tl.constexpr,
+    SINGLE: tl.constexpr,
+    T2R: tl.constexpr,
+    R2T: tl.constexpr,
     M: tl.constexpr,
     TILE_S: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_D: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + pair)
-    first = pair * longest * M
-    total = tl.zeros((TILE_S,), tl.float32)
-    # Where there are no nodes, the sum is over no sets.
-    for start in range(0, tl.where(length > 0, 1 << M, 0), TILE_S):
-        sets = start + tl.arange(0, TILE_S)
-        best = _sums(q + first, sets, M, TILE_S)
-        tied = tl.full((TILE_S,), 1.0, tl.float32)
-        for node in range(1, length):
-            sums = _sums(q + first + node * M, sets, M, TILE_S)
-            tied = tl.where(sums > best, 1.0, tl.where(sums == best, tied + 1.0, tied))
-            best = tl.maximum(best, sums)
-        total += best
-        for node in range(length):
-            won = tl.where(_sums(q + first + node * M, sets, M, TILE_S) == best, share / tied, 0.0)
-            for region in tl.static_range(M):
-                mine = tl.sum(tl.where((sets >> region) & 1 == 1, won, 0.0), 0)
-                # Only this program adds here, one tile of sets after the other: the order is always the same.
-                tl.atomic_add(gradient + first + node * M + region, mine)
-    tl.store(scores + pair, share * tl.sum(total, 0))
+    of_image = tl.load(image + pair)
+    if of_image < 0:
+        return
+    of_caption = tl.load(caption + pair)
+    first = tl.load(offsets + of_caption)
+    length = tl.load(offsets + of_caption + 1) - first
+    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
+    node, here = k < length, (m < count)[None, :]
+    q = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D)
+    score = 0.0
+    gradient = tl.zeros((TILE_K, TILE_M), tl.float32)
+    if T2R:
+        each = t2r_unit / length.to(tl.float32)
+        highest = tl.max(tl.where(here, q, -float("inf")), 1)
+        first_ones = here & (q == highest[:, None])
+        of_highest = tl.where(first_ones, 1.0, 0.0) / tl.sum(tl.where(first_ones, 1.0, 0.0), 1)[:, None]
+        if SINGLE:
+            best, slope = highest, of_highest
+        else:
+            positive = here & (q > 0.0)
+            best = tl.where(highest > 0.0, tl.sum(tl.where(positive, q, 0.0), 1), highest)
+            slope = tl.where((highest > 0.0)[:, None], tl.where(positive, 1.0, 0.0), of_highest)
+        if EMPTY:
+            best = tl.maximum(best, 0.0)
+            slope = tl.where((highest > 0.0)[:, None], slope, 0.0)
+        score += each * tl.sum(tl.where(node, best, 0.0), 0)
+        gradient += each * slope
+    at = (pair * longest + k)[:, None] * count + m[None, :]
+    tl.store(of_q + at, gradient, mask=node[:, None] & here)
+    if R2T:
+        tl.store(similarities + at, q, mask=node[:, None] & here)
+        tl.debug_barrier()  # each thread's sets need all similarities
+        begin = pair * longest * M
+        total = tl.zeros((TILE_S,), tl.float32)
+        for start in range(0, 1 << M, TILE_S):
+            sets = start + tl.arange(0, TILE_S)
+            best_sum = _sums(similarities + begin, sets, M, TILE_S)
+            tied = tl.full((TILE_S,), 1.0, tl.float32)
+            for other in range(1, length):
+                sums = _sums(similarities + begin + other * M, sets, M, TILE_S)
+                tied = tl.where(sums > best_sum, 1.0, tl.where(sums == best_sum, tied + 1.0, tied))
+                best_sum = tl.maximum(best_sum, sums)
+            total += best_sum
+            for other in range(length):
+                won = _sums(similarities + begin + other * M, sets, M, TILE_S) == best_sum
+                share = tl.where(won, set_unit / tied, 0.0)
+                for region in tl.static_range(M):
+                    mine = tl.sum(tl.where((sets >> region) & 1 == 1, share, 0.0), 0)
+                    # Only this program adds here, one tile of sets after the other: the order is always the same.
+                    tl.atomic_add(of_q + begin + other * M + region, mine)
+        score += set_unit * tl.sum(total, 0)
+    tl.store(scores + pair, score)
 
 
 @triton.jit

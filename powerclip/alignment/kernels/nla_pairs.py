@@ -1,8 +1,7 @@
 """NLA scores of chosen pairs with their gradient, in Triton.
 
-A pair is K nodes by M regions: its similarities never leave the program that computes them. The gradient of a score is
-known as soon as the score is, so that one kernel gives both and the backward only scales. `nla_recompute.py` has the
-formulas.
+A pair is K nodes by M regions: its similarities never leave the program that computes them. `nla_recompute.py` has the
+formulas, `pairs.py` what surrounds the kernel.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -12,10 +11,6 @@ Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one ·
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +18,7 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.nla_gradient import best_set, kernel_settings, set_weight, weight_unit
 from powerclip.alignment.kernels.nla_score import LN2, exp, log_powerset, powerset_product
-from powerclip.alignment.kernels.pairs import TILE_WIDTH, pair_gradients, pair_tile, tile
+from powerclip.alignment.kernels.pairs import pair_tile, score_by
 from powerclip.alignment.ragged import Segments
 
 
@@ -31,51 +26,9 @@ def nla_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
-    offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    return _PairScores.apply(regions.float(), nodes.float(), offsets, image, caption, segments.longest, config)
-
-
-class _PairScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        regions: Tensor,
-        nodes: Tensor,
-        offsets: Tensor,
-        image: Tensor,
-        caption: Tensor,
-        longest: int,
-        config: AlignmentConfig,
-    ) -> Tensor:
-        regions, nodes = regions.contiguous(), nodes.contiguous()
-        count, width = regions.shape[1:]
-        scores = torch.zeros(len(image), device=regions.device)
-        of_q = torch.zeros(len(image), longest, count, device=regions.device)
-        numbers, switches = kernel_settings(config, count)
-        sizes = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH, "FAST": regions.is_cuda}
-        if len(image):
-            _scores_of_pairs[(len(image),)](
-                regions,
-                nodes,
-                offsets,
-                image,
-                caption,
-                scores,
-                of_q,
-                longest,
-                count,
-                width,
-                *numbers,
-                **switches,
-                **sizes,
-            )
-        ctx.save_for_backward(of_q, regions, nodes, offsets, image, caption)
-        return scores
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_q, *inputs = ctx.saved_tensors
-        return *pair_gradients(of_q * gradients[0].view(-1, 1, 1), *inputs), None, None, None, None, None
+    numbers, switches = kernel_settings(config, regions.shape[1])
+    switches["FAST"] = regions.is_cuda
+    return score_by(_scores_of_pairs, regions, nodes, segments, image, caption, numbers, switches)
 
 
 @triton.jit

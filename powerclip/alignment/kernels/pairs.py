@@ -1,11 +1,12 @@
-"""Similarities of chosen pairs, image with caption, and their gradient, in Triton.
+"""What the kernels for chosen pairs, image with caption, have in common, in Triton.
 
 Gathering the nodes of every chosen caption would copy them once for each pair, and summing their gradients back would
-sort a million rows. Here a program owns a pair and reads what it needs where it lies. In the backward a program owns an
-image, or a caption, and goes through the first pairs that it is in. Few are in many: a hub may be the hardest negative
-of hundreds. Its further pairs go to programs of their own, PIECE to each, and a second pass adds what those have found:
-always the same numbers in the same order. Most captions of other ranks are in no pair at all: their programs end at
-once, and do the whole width, so that there are few of them.
+sort a million rows. Here a program owns a pair, reads what it needs where it lies, and finds the score together with
+the gradient of the pair's similarities; the backward only scales. There a program owns an image, or a caption, and goes
+through the first pairs that it is in. Few are in many: a hub may be the hardest negative of hundreds. Its further pairs
+go to programs of their own, PIECE to each, and a second pass adds what those have found: always the same numbers in the
+same order. Most captions of other ranks are in no pair at all: their programs end at once, and do the whole width, so
+that there are few of them.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -15,6 +16,7 @@ Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one ·
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +38,25 @@ STAGES = 1  # a program that reads ahead needs all registers, and few such progr
 OWNERS = 1024  # with more owners than this, a program does several tiles of the width
 
 
-def pairs(regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor) -> Tensor:
-    """⟨φ_m, p_B⟩ [n, K, M] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D].
+def score_by(
+    kernel: Any,
+    regions: Tensor,
+    nodes: Tensor,
+    segments: Segments,
+    image: Tensor,
+    caption: Tensor,
+    arguments: Sequence[Any],
+    switches: Mapping[str, Any],
+) -> Tensor:
+    """What a kernel makes of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]: [n].
 
-    Rows behind a caption's last node are zero. Where `image[i]` is −1 there is no pair: all rows are zero, none sends a
-    gradient, and next to no time is spent. So a list can be as long as it may become, and the GPU need not be asked.
+    Where `image[i]` is −1 there is no pair: the score is zero, sends no gradient, and next to no time is spent. So a
+    list can be as long as it may become, and the GPU need not be asked. `arguments` and `switches` are its own.
     """
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    return _Pairs.apply(regions.float(), nodes.float(), offsets, image, caption, segments.longest)
+    return _PairScores.apply(
+        kernel, regions.float(), nodes.float(), offsets, image, caption, segments.longest, arguments, switches
+    )
 
 
 def tile(size: int) -> int:
@@ -51,23 +64,35 @@ def tile(size: int) -> int:
     return max(SMALLEST, triton.next_power_of_2(size))
 
 
-class _Pairs(torch.autograd.Function):
+class _PairScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, regions: Tensor, nodes: Tensor, offsets: Tensor, image: Tensor, caption: Tensor, longest: int
+        ctx: Any,
+        kernel: Any,
+        regions: Tensor,
+        nodes: Tensor,
+        offsets: Tensor,
+        image: Tensor,
+        caption: Tensor,
+        longest: int,
+        arguments: Sequence[Any],
+        switches: Mapping[str, Any],
     ) -> Tensor:
         regions, nodes = regions.contiguous(), nodes.contiguous()
-        ctx.save_for_backward(regions, nodes, offsets, image, caption)
         count, width = regions.shape[1:]
-        q = torch.zeros(len(image), longest, count, device=regions.device)
-        sizes = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH}
+        scores = torch.zeros(len(image), device=regions.device)
+        of_q = torch.zeros(len(image), longest, count, device=regions.device)
+        tiles = {"TILE_K": tile(longest), "TILE_M": tile(count), "TILE_D": TILE_WIDTH}
         if len(image):
-            _similarities[(len(image),)](regions, nodes, offsets, image, caption, q, longest, count, width, **sizes)
-        return q
+            tensors = (regions, nodes, offsets, image, caption, scores, of_q)
+            kernel[(len(image),)](*tensors, longest, count, width, *arguments, **switches, **tiles)
+        ctx.save_for_backward(of_q, regions, nodes, offsets, image, caption)
+        return scores
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *pair_gradients(gradients[0], *ctx.saved_tensors), None, None, None, None
+        of_q, *inputs = ctx.saved_tensors
+        return None, *pair_gradients(of_q * gradients[0].view(-1, 1, 1), *inputs), *[None] * 6
 
 
 def pair_gradients(
@@ -148,34 +173,6 @@ def _pieces(owner: Tensor, owners: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
     further = F.pad(((starts.diff() - 1).clamp(min=0) // PIECE).cumsum(0), (1, 0))
     pieces = torch.arange(len(owner) // PIECE, device=owner.device)
     return order, starts, further, torch.searchsorted(further, pieces, right=True) - 1
-
-
-@triton.jit
-def _similarities(
-    regions,  # [B, M, D]
-    nodes,  # [T, D]
-    offsets,  # [captions + 1]
-    image,  # [n], −1 where there is no pair
-    caption,  # [n]
-    q,  # [n, K, M], zero
-    longest,
-    count,
-    width,
-    TILE_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_D: tl.constexpr,
-):
-    pair = tl.program_id(0).to(tl.int64)
-    of_image = tl.load(image + pair)
-    if of_image < 0:
-        return
-    of_caption = tl.load(caption + pair)
-    first = tl.load(offsets + of_caption)
-    length = tl.load(offsets + of_caption + 1) - first
-    total = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D)
-    k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
-    at = (pair * longest + k)[:, None] * count + m[None, :]
-    tl.store(q + at, total, mask=(k < longest)[:, None] & (m < count)[None, :])
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels import nla_gradient as module
 from powerclip.alignment.kernels.nla_gradient import nla_gradient
 from powerclip.alignment.kernels.recompute import whole_tiles
-from powerclip.alignment.score import differentiates_all, score_all
+from powerclip.alignment.score import differentiates_all, score_all, score_to_choose
 
 SLOW = set() if torch.cuda.is_available() else {"64 nodes", "ragged, odd"}
 # The interpreter runs a node at a time: every setting on a few instances, every instance in two settings.
@@ -71,6 +71,15 @@ def test_images_that_pass_in_blocks_give_the_same(monkeypatch):
     found = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
     for ours, expected in zip([alone, *found], [scores, scores, *whole], strict=True):
         assert_scores(ours, expected.double(), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["ragged, few", "all negative", "huge"])
+def test_scores_to_choose_by_are_right_to_half_precision(name):
+    one, config = INSTANCES[name](), AlignmentConfig(backend="triton")
+    one.regions.requires_grad_()
+    found = score_to_choose(one.regions, one.nodes, one.segments, config)
+    assert not found.requires_grad
+    assert_scores(found, reference(one, config), 1e-3)
 
 
 def test_similarities_that_are_computed_again_give_the_same(monkeypatch):

@@ -1,17 +1,14 @@
-"""Chosen pairs in Triton, their similarities and exact scores, against the plain formulas: values and gradients."""
+"""Chosen pairs in Triton, approximate and exact, against the plain formulas: values and gradients."""
 
 import itertools
 
 import pytest
 import torch
-from kernel_examples import DEVICE, INSTANCES, assert_scores
+from kernel_examples import DEVICE, INSTANCES, assert_scores, instance
 
 from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels import pairs as module
-from powerclip.alignment.kernels.exact_pairs import exact_pairs
-from powerclip.alignment.kernels.pairs import pairs
-from powerclip.alignment.ragged import Rows
-from powerclip.alignment.score import aggregate, pair_similarities, score_pairs
+from powerclip.alignment.score import score_pairs
 
 NAMES = ["one node each", "one region", "one image", "all equal", "all negative", "zero"]
 CONFIGS = {
@@ -42,26 +39,25 @@ def with_absent(image: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(len(image), device=DEVICE) % 3 == 0, -1, image)
 
 
-def assert_gathered_products(one, image: torch.Tensor, caption: torch.Tensor) -> None:
-    """Similarities and their gradients are those of nodes and regions that are gathered for each pair."""
-    real = Rows(one.segments.lengths[caption], one.segments.longest).real & (image >= 0).unsqueeze(-1)
+def assert_plain_scores(one, image: torch.Tensor, caption: torch.Tensor, tolerances=(1e-5,) * 3, **settings) -> None:
+    """Scores and gradients are those of nodes and regions that are gathered for each pair."""
 
-    def plain(regions, nodes):
-        q, _ = pair_similarities(regions, nodes, one.segments, image.clamp(min=0), caption)
-        return torch.where(real.unsqueeze(-1), q, 0.0)
+    def score(backend):
+        config = AlignmentConfig(**{**settings, "backend": backend})
+        return lambda regions, nodes: score_pairs(regions, nodes, one.segments, image, caption, config)
 
-    expected = gradients(plain, one, torch.float64)
-    found = gradients(lambda regions, nodes: pairs(regions, nodes, one.segments, image, caption), one, torch.float32)
-    for ours, exact in zip(found, expected, strict=True):
-        assert_scores(ours, exact)
+    expected = gradients(score("reference"), one, torch.float64)
+    found = gradients(score("triton"), one, torch.float32)
+    for ours, exact, tolerance in zip(found, expected, tolerances, strict=True):
+        assert_scores(ours, exact, tolerance)
 
 
 @pytest.mark.parametrize("absent", [False, True])
 @pytest.mark.parametrize("name", ["ragged, odd", *NAMES])
-def test_similarities_and_their_gradients_equal_gathered_products(name, absent):
+def test_pairs_that_are_not_there_change_nothing(name, absent):
     one = INSTANCES[name]()
     image, caption = chosen(one)
-    assert_gathered_products(one, with_absent(image) if absent else image, caption)
+    assert_plain_scores(one, with_absent(image) if absent else image, caption, tau=0.3, largest_set=0)
 
 
 @pytest.mark.parametrize("absent", [False, True])
@@ -71,7 +67,15 @@ def test_the_pairs_of_a_hub_are_shared_out(monkeypatch, piece, absent):
     one = INSTANCES["ragged, few"]()
     image, caption = chosen(one, 30)
     image[:17], caption[9:25] = 2, 1
-    assert_gathered_products(one, with_absent(image) if absent else image, caption)
+    assert_plain_scores(one, with_absent(image) if absent else image, caption, tau=0.3, largest_set=0)
+
+
+@pytest.mark.parametrize("owners", [1, 2, 10**9])
+def test_a_program_may_do_several_tiles_of_the_width(monkeypatch, owners):
+    monkeypatch.setattr(module, "OWNERS", owners)
+    monkeypatch.setattr(module, "TILE_WIDTH", 16)
+    one = INSTANCES["ragged, few"]()
+    assert_plain_scores(one, *chosen(one), tau=0.3, largest_set=0)
 
 
 @pytest.mark.parametrize(("count", "further"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
@@ -115,13 +119,12 @@ def test_a_list_without_pairs_is_all_zero(aggregation):
     assert all((values == 0).all() for values in found)
 
 
-def test_no_pairs_have_no_gradient():
-    one = INSTANCES["one region"]()
+@pytest.mark.parametrize("aggregation", ["nla", "exact"])
+def test_no_pairs_have_no_gradient(aggregation):
+    one, config = INSTANCES["one region"](), AlignmentConfig(aggregation=aggregation, backend="triton")
     none = torch.zeros(0, dtype=torch.long, device=DEVICE)
-    scores, *found = gradients(
-        lambda regions, nodes: pairs(regions, nodes, one.segments, none, none), one, torch.float32
-    )
-    assert scores.shape == (0, 4, 1)
+    scores, *found = gradients(lambda r, n: score_pairs(r, n, one.segments, none, none, config), one, torch.float32)
+    assert scores.shape == (0,)
     assert all((gradient == 0).all() for gradient in found)
 
 
@@ -130,43 +133,22 @@ def test_no_pairs_have_no_gradient():
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_the_formulas(name, config, aggregation):
     one = INSTANCES[name]()
-    image, caption = chosen(one)
-    settings = AlignmentConfig(aggregation=aggregation, backend="triton", tau=0.05, **CONFIGS[config])
-
-    def plain(regions, nodes):
-        q, _ = pair_similarities(regions, nodes, one.segments, image, caption)
-        rows = Rows(one.segments.lengths[caption], one.segments.longest)
-        return aggregate(q.flatten(0, 1).unsqueeze(1), rows, settings).squeeze(-1)
-
-    def ours(regions, nodes):
-        return score_pairs(regions, nodes, one.segments, image, caption, settings)
-
-    for found, expected in zip(gradients(ours, one, torch.float32), gradients(plain, one, torch.float64), strict=True):
-        assert_scores(found, expected)
+    assert_plain_scores(one, *chosen(one), aggregation=aggregation, tau=0.05, **CONFIGS[config])
 
 
 @pytest.mark.parametrize("preset", ["default", "paper"])
 @pytest.mark.parametrize("name", ["ragged, few", "all negative", "barely negative", "huge"])
 def test_approximate_scores_at_the_papers_temperature(name, preset):
     one = INSTANCES[name]()
-    image, caption = chosen(one)
-
-    def score(backend):
-        settings = AlignmentConfig.named(preset, backend=backend)
-        return lambda regions, nodes: score_pairs(regions, nodes, one.segments, image, caption, settings)
-
-    found, expected = gradients(score("triton"), one, torch.float32), gradients(score("reference"), one, torch.float64)
     # Float32 rounds Σ q/τ, thousands here, and a softmax over nodes turns on the absolute error of that.
-    for ours, exact, tolerance in zip(found, expected, (1e-5, 5e-3, 5e-3), strict=True):
-        assert_scores(ours, exact, tolerance)
+    assert_plain_scores(one, *chosen(one), (1e-5, 5e-3, 5e-3), **vars(AlignmentConfig.named(preset)))
 
 
-def test_more_sets_than_one_tile_holds():
-    q = torch.randn(5, 6, 9, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    rows = Rows(torch.tensor([3, 6, 1, 4, 2], device=DEVICE), 6)
-    settings = AlignmentConfig(aggregation="exact", t2r=False, similarity="sum")
-    expected = aggregate(q.double().flatten(0, 1).unsqueeze(1), rows, settings).squeeze(-1)
-    assert_scores(exact_pairs(q, rows.lengths, empty_set=False), expected)
+@pytest.mark.parametrize("empty_set", [False, True])
+@pytest.mark.parametrize("regions", [5, 6, 9])
+def test_more_sets_than_one_tile_holds(regions, empty_set):
+    one = instance([3, 6, 1], 4, regions)
+    assert_plain_scores(one, *chosen(one), aggregation="exact", t2r=False, similarity="sum", empty_set=empty_set)
 
 
 @pytest.mark.parametrize("piece", [3, 64])
@@ -176,5 +158,9 @@ def test_two_runs_give_the_same_bits(monkeypatch, piece):
     image, caption = chosen(one, 40)
     image[10:25] = -1
     image[25:] = 7
-    runs = [gradients(lambda r, n: pairs(r, n, one.segments, image, caption), one, torch.float32) for _ in range(2)]
+    config = AlignmentConfig(backend="triton")
+    runs = [
+        gradients(lambda r, n: score_pairs(r, n, one.segments, image, caption, config), one, torch.float32)
+        for _ in range(2)
+    ]
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
