@@ -4,7 +4,7 @@ A thread owns one image and one caption. It keeps the best node's similarity for
 sums of a node over the sets of five regions come from doubling, (s) → (s, s + q_m); with the four sets of two further
 regions added they meet the best ones so far. A set costs little more than one addition and one maximum for each node,
 which is the least that enumerating can cost. Sums are whole numbers: Hopper adds two and takes the maximum with a third
-in one instruction, and with 29 bits for the largest sum that can be they are finer than float32's. Similarities of
+in one instruction, and with 28 bits for the largest sum that can be they are finer than float32's. Similarities of
 nodes with single regions are read from memory, images side by side: M numbers for 2^M sets.
 
 Axes: T nodes of all captions · B images · M regions · S captions · D width
@@ -30,7 +30,7 @@ from powerclip.alignment.regions import MOST_ENUMERATED
 # Four times 2^5 best similarities and 2^5 sums of the present node: 160 of the 255 registers that a thread may have.
 LOW_REGIONS, MIDDLE_REGIONS = 5, 2
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
-LARGEST_SUM = 2.0**29  # of whole numbers: none leaves 32 bits
+LARGEST_SUM = 2.0**28  # of whole numbers: four of them do not leave 32 bits
 # Most similarities q that are in memory at a time: 512 MB.
 BLOCK_ELEMENTS = 2**27
 
@@ -74,6 +74,7 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         M=count,
         LOW=min(count, LOW_REGIONS),
         MIDDLE=min(max(count - LOW_REGIONS, 0), MIDDLE_REGIONS),
+        IMAGES=images if images % TILE_IMAGES == 0 else 0,
         FUSED=q.is_cuda,
         TILE_B=TILE_IMAGES,
         num_warps=WARPS,
@@ -97,9 +98,12 @@ def _exact_scores(
     M: tl.constexpr,
     LOW: tl.constexpr,
     MIDDLE: tl.constexpr,
+    IMAGES: tl.constexpr,
     FUSED: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
+    if IMAGES:  # known to the compiler where it is round, as in training
+        images = IMAGES
     caption = tl.program_id(0).to(tl.int64)
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     there = image < images
@@ -130,14 +134,14 @@ def _exact_scores(
                 if MIDDLE == 2:
                     best_two = _larger(sums, two, best_two, FUSED)
                     best_both = _larger(sums, one + two, best_both, FUSED)
-            mean_best = best.to(tl.float32)
             if MIDDLE >= 1:
-                mean_best += best_one.to(tl.float32)
+                best += best_one
             if MIDDLE == 2:
-                mean_best += best_two.to(tl.float32) + best_both.to(tl.float32)
+                best += best_two + best_both
+            sum_of_best = best.to(tl.float32)
             for _ in tl.static_range(LOW):
-                mean_best = tl.sum(mean_best, 1)
-            total += mean_best
+                sum_of_best = tl.sum(sum_of_best, 1)
+            total += sum_of_best
         score += r2t_scale * total / one_unit
     tl.store(scores + caption * images + image, score, mask=there)
 
