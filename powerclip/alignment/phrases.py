@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powerclip.alignment.pooling import masked_sums, normalise, subtract
 from powerclip.alignment.ragged import Segments, pad, unpad
-from powerclip.alignment.regions import masked_sums, normalise, subtract
 from powerclip.ranks import ALONE, Ranks
 
 

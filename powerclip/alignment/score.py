@@ -109,15 +109,13 @@ def _score_by_kernels(regions: Tensor, nodes: Tensor, segments: Segments, config
 
         way = Way(exact_score, by_autograd(_score_block), _block_size(regions, nodes, config))
         return recompute(regions, nodes, segments, config, way)
-    differentiable = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
-    if differentiable or nodes.dtype != torch.bfloat16:
-        from powerclip.alignment.kernels.nla_gradient import nla_gradient
-
-        # Also without a gradient: in float32, similarities that fit cost less written than fused.
-        return nla_gradient(regions, nodes, segments, config)
-    from powerclip.alignment.kernels.nla_score import nla_score
-
-    return nla_score(regions, nodes, segments, config)
+    if torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad):
+        from powerclip.alignment.kernels.nla_gradient import nla_gradient as kernel
+    elif nodes.dtype == torch.bfloat16:
+        from powerclip.alignment.kernels.nla_score import nla_score as kernel
+    else:
+        from powerclip.alignment.kernels.nla_gradient import nla_in_passing as kernel
+    return kernel(regions, nodes, segments, config)
 
 
 def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:

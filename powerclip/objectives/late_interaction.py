@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powerclip.compiled import compile_shapes
+
 # Elements of a block of similarities: 256 MiB in bf16, far beyond what a matrix product needs to be efficient.
 BLOCK_ELEMENTS = 2**27
 # More groups save little: those of 512 scenes' captions hold 24.0 tokens a caption in eight groups, 23.1 in sixteen.
 GROUPS = 8
 # A group's length is a multiple of it: few shapes to compile for, and well-shaped matrices.
 LENGTH_MULTIPLE = 8
-# Shapes × types that one process may meet; torch's own limit of 8 would silently go back to eager.
-MOST_VARIANTS = 64
 
 
 def late_interaction(
@@ -196,6 +196,4 @@ def _on(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)
-    return torch.compile(function, dynamic=False)
+    return compile_shapes(function)

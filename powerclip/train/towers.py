@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from powerclip.compiled import compile_shapes, raise_limit
 from powerclip.encoders.dual import join_groups
 from powerclip.encoders.text import text_tower
 from powerclip.objectives import Objective, encode
@@ -18,10 +19,6 @@ from powerclip.train.recipe import TrainSection
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder, Features
-
-# Lengths of token rows × objectives × models that one process may meet; torch's own limit of 8 would silently go back
-# to eager.
-MOST_VARIANTS = 64
 
 
 def in_bf16(settings: TrainSection, device: torch.device) -> bool:
@@ -62,7 +59,10 @@ def compiled_encode(backend: str | Callable[..., Any] = "inductor", *, graphs: b
     must be used before the next step overwrites them.
     """
     mode = "reduce-overhead" if graphs else None
-    of_images, of_captions = _compile(encode_images, backend, mode), _compile(encode_captions, backend, mode)
+    of_images, of_captions = (
+        compile_shapes(encode_images, backend, mode),
+        compile_shapes(encode_captions, backend, mode),
+    )
 
     def run(
         objective: Objective,
@@ -93,7 +93,7 @@ def encode_captions(encoder: DualEncoder, tokens: Tensor, dense: bool) -> tuple[
 @cache
 def compiled_plan() -> Callable[..., Plan]:
     """An objective's plan, compiled likewise: some look at every pair of an image's patches."""
-    return _compile(make_plan, "inductor")
+    return compile_shapes(make_plan)
 
 
 def make_plan(objective: Objective, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks) -> Plan:
@@ -164,18 +164,6 @@ def transformer_blocks(encoder: DualEncoder) -> list[nn.Module]:
 
 def compile_blocks(encoder: DualEncoder) -> None:
     """Compile the blocks of both towers, each by itself, in place."""
-    _raise_limit()
+    raise_limit()
     for block in transformer_blocks(encoder):
         block.compile(dynamic=False)
-
-
-def _compile(
-    function: Callable[..., Any], backend: str | Callable[..., Any], mode: str | None = None
-) -> Callable[..., Any]:
-    _raise_limit()
-    return torch.compile(function, dynamic=False, backend=backend, mode=mode)
-
-
-def _raise_limit() -> None:
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_VARIANTS)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from powerclip.alignment import embed_regions, random_boxes
-from powerclip.alignment.regions import embed_region_sets, normalise, subset_matrix
+from powerclip.alignment.pooling import normalise
+from powerclip.alignment.regions import embed_region_sets, subset_matrix
 
 
 def boxes(count: int = 200, regions: int = 10, grid: tuple[int, int] = (7, 5), seed: int = 0) -> torch.Tensor:

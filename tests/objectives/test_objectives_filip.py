@@ -107,7 +107,9 @@ def test_what_ranks_tell_each_other_of_their_lengths_bounds_the_captions_of_all(
 
 def test_as_a_gpu_compiles_it_each_length_is_one_shape(monkeypatch):
     # aot_eager traces everything that a full compilation would, without waiting for a C++ compiler.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        late_interaction, "compile_shapes", partial(late_interaction.compile_shapes, backend="aot_eager")
+    )
     compiled = cache(late_interaction._compiled.__wrapped__)
     monkeypatch.setattr(late_interaction, "_on", lambda tensor, function: compiled(function))
     v, t, _ = draw(16, 2, 16)

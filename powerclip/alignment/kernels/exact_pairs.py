@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_gradient import kernel_settings
 from powerclip.alignment.kernels.pairs import pair_tile, score_by
+from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.ragged import Segments
 
 TILE_SETS = 1024
@@ -30,18 +30,16 @@ def exact_pairs(
 ) -> Tensor:
     """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
     count = regions.shape[1]
-    (_, t2r_unit, r2t_unit, *_), switches = kernel_settings(config, count)
-    # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
-    set_unit = r2t_unit / (2**count - (0 if config.empty_set else 1))
+    settings = KernelSettings.of(config, count)
     q = torch.empty(len(image), segments.longest, count, device=regions.device)
-    sizes = {"M": count, "TILE_S": min(2**count, TILE_SETS)}
-    return score_by(
-        _scores_of_pairs, regions, nodes, segments, image, caption, (q, t2r_unit, set_unit), {**switches, **sizes}
-    )
+    # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
+    arguments = (q, settings.t2r_unit, settings.r2t_unit / settings.sets)
+    switches = {**settings.switches, "M": count, "TILE_S": min(2**count, TILE_SETS)}
+    return score_by(_exact_of_pairs, regions, nodes, segments, image, caption, arguments, switches)
 
 
 @triton.jit
-def _scores_of_pairs(
+def _exact_of_pairs(
     regions,  # [B, M, D]
     nodes,  # [T, D]
     offsets,  # [captions + 1]

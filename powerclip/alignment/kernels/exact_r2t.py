@@ -23,6 +23,7 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.recompute import whole_tiles
+from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.kernels.split import similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import MOST_ENUMERATED
@@ -56,7 +57,7 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
     scale = LARGEST_SUM / (count * longest.float()).clamp(min=1e-20)
     captions = len(offsets) - 1
     scores = torch.empty(captions, images, device=q.device)
-    mean = config.similarity == "mean"
+    settings = KernelSettings.of(config, count)
     # Captions along the grid's first axis: only that one may be longer than 65,535.
     _exact_scores[(captions, triton.cdiv(images, TILE_IMAGES))](
         q,
@@ -64,13 +65,10 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         scores,
         scale,
         images,
-        1 / (count if mean and config.largest_set != 1 else 1),
+        settings.t2r_unit,
         # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
-        1 / ((2**count - (0 if config.empty_set else 1)) * (count if mean else 1)),
-        EMPTY=config.empty_set,
-        SINGLE=config.largest_set == 1,
-        T2R=config.t2r,
-        R2T=config.r2t,
+        settings.r2t_unit / settings.sets,
+        **settings.switches,
         M=count,
         LOW=min(count, LOW_REGIONS),
         MIDDLE=min(max(count - LOW_REGIONS, 0), MIDDLE_REGIONS),

@@ -18,7 +18,6 @@ Axes: T nodes of all captions · B images · M regions · S captions · D width
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.nla_score import exp, log_powerset, nla_score
 from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
+from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.kernels.split import by_region, halves, product, similarities, split_pair
 from powerclip.alignment.ragged import Segments
 
@@ -42,9 +42,7 @@ PASSING_ELEMENTS = 2**26  # most that nothing keeps: 256 MB
 
 
 def nla_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]; with a gradient where asked."""
-    if not (torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)):
-        return nla_in_passing(regions, nodes, segments, config)
+    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], with a gradient."""
     if keeps_similarities(regions, nodes):
         return _Scores.apply(regions, nodes, segments, config)
     block = whole_tiles(BLOCK_ELEMENTS // (len(nodes) * regions.shape[1]), TILE_IMAGES)
@@ -78,9 +76,12 @@ class _Scores(torch.autograd.Function):
 def nla_in_passing(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """The scores [B, S] alone: similarities of a block of images are written over by those of the next.
 
-    Half-precision regions and nodes are multiplied as they are, in a third of the time.
+    Half-precision regions and nodes are multiplied as they are, in a third of the time. In float32 this costs less than
+    the fused kernel, which is for nodes so many that not even a tile of images fits.
     """
     images, count, _ = regions.shape
+    if len(nodes) * count * TILE_IMAGES > KEPT_ELEMENTS:
+        return nla_score(regions, nodes, segments, config)
     left, right = split_pair(nodes, by_region(regions))
     parts = []
     size = whole_tiles(PASSING_ELEMENTS // (len(nodes) * count), TILE_IMAGES)
@@ -124,26 +125,10 @@ def _back(
     return (unit * torch.cat(of_regions)).to(regions.dtype), of_nodes.mul_(unit).to(nodes.dtype)
 
 
-def kernel_settings(config: AlignmentConfig, count: int) -> tuple[tuple[float, ...], dict[str, bool]]:
-    """What kernels for M regions are told of the settings: τ, units of T2R and R2T, weights; and their switches."""
-    sets = 2**count - (0 if config.empty_set else 1)
-    mean = config.similarity == "mean"
-    numbers = (
-        config.tau,
-        1 / (count if mean and config.largest_set != 1 else 1),
-        1 / (count if mean else 1),
-        (1 - config.alpha) * 2 ** (count - 1) / sets,
-        float(config.alpha),
-        math.log(sets),
-    )
-    switches = {"EMPTY": config.empty_set, "SINGLE": config.largest_set == 1, "T2R": config.t2r, "R2T": config.r2t}
-    return numbers, switches
-
-
 def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig, *tensors: Tensor) -> None:
     """Run a kernel over captions × tiles of images."""
     _, count, images = q.shape
-    numbers, switches = kernel_settings(config, count)
+    settings = KernelSettings.of(config, count)
     # Captions along the grid's first axis: only that one may be longer than 65,535.
     kernel[(len(segments), triton.cdiv(images, TILE_IMAGES))](
         q,
@@ -151,8 +136,8 @@ def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig,
         *tensors,
         images,
         q.stride(1),
-        *numbers,
-        **switches,
+        *settings.numbers,
+        **settings.switches,
         M=count,
         IMAGES=images if images % TILE_IMAGES == 0 else 0,
         STRIDE=q.stride(1) if q.stride(1) % TILE_IMAGES == 0 else 0,

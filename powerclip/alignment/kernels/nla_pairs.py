@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_gradient import best_set, kernel_settings, set_weight, weight_unit
+from powerclip.alignment.kernels.nla_gradient import best_set, set_weight, weight_unit
 from powerclip.alignment.kernels.nla_score import LN2, exp, log_powerset, powerset_product
 from powerclip.alignment.kernels.pairs import pair_tile, score_by
+from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.ragged import Segments
 
 
@@ -26,13 +27,13 @@ def nla_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
-    numbers, switches = kernel_settings(config, regions.shape[1])
-    switches["FAST"] = regions.is_cuda
-    return score_by(_scores_of_pairs, regions, nodes, segments, image, caption, numbers, switches)
+    settings = KernelSettings.of(config, regions.shape[1])
+    switches = {**settings.switches, "FAST": regions.is_cuda}
+    return score_by(_nla_of_pairs, regions, nodes, segments, image, caption, settings.numbers, switches)
 
 
 @triton.jit
-def _scores_of_pairs(
+def _nla_of_pairs(
     regions,  # [B, M, D]
     nodes,  # [T, D]
     offsets,  # [captions + 1]

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.recompute import whole_tiles
+from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.kernels.split import split_pair
 from powerclip.alignment.ragged import Segments
 
@@ -65,7 +66,7 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
     (images, count, _), (total, width) = regions.shape, nodes.shape
     best = torch.empty((total, images) if config.t2r else (1, 1), device=nodes.device)
     inner = torch.empty((total, images) if config.r2t else (1, 1), device=nodes.device)
-    sets = 2**count - (0 if config.empty_set else 1)
+    settings = KernelSettings.of(config, count)
     # Image tiles first: the programs that run at the same time share the images, which then stay in the L2 cache.
     _node_sums[(triton.cdiv(images, TILE_IMAGES) * triton.cdiv(total, TILE_NODES),)](
         regions,
@@ -76,13 +77,10 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         images,
         width,
         1 / (config.tau * math.log(2)),
-        (1 - config.alpha) * 2 ** (count - 1) / sets,
-        float(config.alpha),
-        math.log(sets),
-        EMPTY=config.empty_set,
-        SINGLE=config.largest_set == 1,
-        T2R=config.t2r,
-        R2T=config.r2t,
+        settings.mean_weight,
+        settings.alpha,
+        settings.log_sets,
+        **settings.switches,
         M=count,
         FAST=nodes.is_cuda,
         TILE_T=TILE_NODES,
@@ -92,7 +90,6 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         num_stages=STAGES,
     )
     captions = len(offsets) - 1
-    mean = config.similarity == "mean"
     scores = torch.empty(captions, images, device=nodes.device)
     # Captions along the grid's first axis: only that one may be longer than 65,535.
     _caption_scores[(captions, triton.cdiv(images, REDUCE_IMAGES))](
@@ -101,8 +98,8 @@ def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: Alignm
         offsets,
         scores,
         images,
-        config.tau / (count if mean and config.largest_set != 1 else 1),
-        config.tau / (count if mean else 1),
+        settings.tau * settings.t2r_unit,
+        settings.tau * settings.r2t_unit,
         1.0 - config.alpha,
         T2R=config.t2r,
         R2T=config.r2t,

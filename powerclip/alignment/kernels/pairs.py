@@ -5,8 +5,8 @@ sort a million rows. Here a program owns a pair, reads what it needs where it li
 the gradient of the pair's similarities; the backward only scales. There a program owns an image, or a caption, and goes
 through the first pairs that it is in. Few are in many: a hub may be the hardest negative of hundreds. Its further pairs
 go to programs of their own, PIECE to each, and a second pass adds what those have found: always the same numbers in the
-same order. Most captions of other ranks are in no pair at all: their programs end at once, and do the whole width, so
-that there are few of them.
+same order. Most captions of other ranks are in no pair at all: their programs end at once, and do several tiles of the
+width, so that there are few of them.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -35,7 +35,7 @@ SMALLEST = 16  # side of a matrix that tensor cores multiply
 PIECE = 32
 TOGETHER = 32  # rows of several pairs that one product sums over
 STAGES = 1  # a program that reads ahead needs all registers, and few such programs fit
-OWNERS = 1024  # with more owners than this, a program does several tiles of the width
+OWNERS = 1024  # a program does one tile of the width for every so many owners
 
 
 def score_by(
@@ -51,7 +51,7 @@ def score_by(
     """What a kernel makes of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]: [n].
 
     Where `image[i]` is −1 there is no pair: the score is zero, sends no gradient, and next to no time is spent. So a
-    list can be as long as it may become, and the GPU need not be asked. `arguments` and `switches` are its own.
+    list can be as long as it may become, and the GPU need not be asked. `arguments` and `switches` are the kernel's.
     """
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
     return _PairScores.apply(

@@ -40,11 +40,11 @@ FUSED = {
 SUM = {"TILE_A": 32, "TILE_B": 16, "TILE_D": 64, "TOGETHER": pairs.TOGETHER, "PIECE": pairs.PIECE}
 HALVES = {"regions": "*fp16", "nodes": "*fp16"}
 KERNELS = [
-    (exact_pairs._scores_of_pairs, {**PAIR, "M": 10, "TILE_S": 1024}, {}),
+    (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": 1024}, {}),
     (exact_r2t._exact_scores, {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True}, {}),
     (nla_gradient._scores, DENSE, {}),
     (nla_gradient._similarity_gradients, DENSE, {}),
-    (nla_pairs._scores_of_pairs, {**PAIR, "FAST": True}, {}),
+    (nla_pairs._nla_of_pairs, {**PAIR, "FAST": True}, {}),
     (nla_score._caption_scores, {**SETTINGS, "TILE_B": nla_score.REDUCE_IMAGES}, {}),
     (nla_score._node_sums, {**SETTINGS, "M": 10, "FAST": True, **FUSED}, HALVES),
     (pairs._add_pieces, SUM, {}),

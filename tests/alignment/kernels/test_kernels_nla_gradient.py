@@ -7,7 +7,7 @@ from test_kernels_nla_recompute import TIED, gradients
 
 from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels import nla_gradient as module
-from powerclip.alignment.kernels.nla_gradient import nla_gradient
+from powerclip.alignment.kernels.nla_gradient import nla_gradient, nla_in_passing
 from powerclip.alignment.kernels.recompute import whole_tiles
 from powerclip.alignment.score import differentiates_all, score_all, score_to_choose
 
@@ -67,10 +67,22 @@ def test_images_that_pass_in_blocks_give_the_same(monkeypatch):
     one = instance([2, 1], 131, 5)
     scores, *whole = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
     monkeypatch.setattr(module, "PASSING_ELEMENTS", 1)
-    alone = nla_gradient(one.regions, one.nodes, one.segments, CONFIGS["soft"])
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)
+    alone = nla_in_passing(one.regions, one.nodes, one.segments, CONFIGS["soft"])
     found = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)
     for ours, expected in zip([alone, *found], [scores, scores, *whole], strict=True):
         assert_scores(ours, expected.double(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_not_even_a_tile_of_images_fits_no_similarity_is_written(monkeypatch, dtype):
+    one = instance([2, 1], 5, 3)
+    regions, nodes = one.regions.to(dtype), one.nodes.to(dtype)
+    expected = nla_in_passing(regions, nodes, one.segments, CONFIGS["soft"])
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", 1)
+    monkeypatch.setattr(module, "product", None)
+    found = nla_in_passing(regions, nodes, one.segments, CONFIGS["soft"])
+    assert_scores(found, expected.double(), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["ragged, few", "all negative", "huge"])
