@@ -74,24 +74,10 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
     return torch.cat([score(block, nodes, segments, config) for block in blocks])
 
 
-@torch.no_grad()
-def score_to_choose(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    """S̄ [B, S] to choose negatives by; what is chosen is scored again by `score_pairs`.
-
-    Approximate scores come from half-precision similarities where kernels multiply them three times as fast: 11 bits of
-    each number, about 1e-5 of a score, which is far below what separates a row's two hardest.
-    """
-    if config.aggregation == "nla" and choose(config, regions.device) == "triton":
-        from powerclip.alignment.kernels.nla_gradient import nla_in_passing
-
-        return nla_in_passing(regions.half(), nodes.half(), segments, config)
-    return score_all(regions, nodes, segments, config)
-
-
 def score_block(
     regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, images: slice, captions: slice
 ) -> Tensor:
-    """`score_to_choose` of a range of the images with a range of the captions."""
+    """S̄ of a range of the images with a range of the captions."""
     if captions.stop - captions.start < len(segments):
         # The only place where the GPU is asked for a number: which nodes these captions own.
         ends = segments.lengths.cumsum(0)
@@ -99,7 +85,7 @@ def score_block(
         first = end - int(segments.lengths[captions].sum())
         nodes = nodes[first:end]
         segments = Segments.from_lengths(segments.lengths[captions], end - first, segments.longest)
-    return score_to_choose(regions[images], nodes, segments, config)
+    return score_all(regions[images], nodes, segments, config)
 
 
 def _score_by_kernels(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:

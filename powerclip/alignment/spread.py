@@ -21,7 +21,7 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, highest, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.ragged import Segments
-from powerclip.alignment.score import differentiates_all, score_all, score_pairs, score_to_choose
+from powerclip.alignment.score import differentiates_all, score_all, score_pairs
 from powerclip.ranks import Ranks
 
 # Scores without a gradient are made in blocks of images: 64 MB each.
@@ -144,7 +144,7 @@ def find_hardest(
     for start in range(0, count, block):
         rows = slice(start, min(start + block, count))
         if scores is None:
-            scored = score_to_choose(parts.regions[rows], parts.nodes, parts.segments, config)
+            scored = score_all(parts.regions[rows], parts.nodes, parts.segments, config)
         else:
             scored = scores[rows]
         row = torch.arange(first + rows.start, first + rows.stop, device=device)

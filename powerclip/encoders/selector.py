@@ -24,7 +24,7 @@ class PatchContext:
 class Selection:
     """The patches that stay. Where images show different numbers of them, n is the largest and some are hidden."""
 
-    kept: Tensor  # [C, n] indices into the N patches, ascending in each row, n ≥ 1
+    kept: Tensor  # [C, n] indices into the N patches, ascending in each row as selectors give them, n ≥ 1
     shown: Tensor | None = None  # [C, n] bool: false for a patch that only fills up its row; None when all are shown
 
 

@@ -112,7 +112,7 @@ def pool(visual: Any, x: Tensor, shown: Tensor | None = None) -> Tensor:
 
 
 def shown_first(selection: Selection) -> Selection:
-    """The same patches, those that are shown before the others."""
+    """The same patches, those that are shown before the others: no longer ascending where some are hidden."""
     assert selection.shown is not None
     order = selection.shown.int().argsort(dim=1, descending=True, stable=True)
     return Selection(selection.kept.gather(1, order), selection.shown.gather(1, order))

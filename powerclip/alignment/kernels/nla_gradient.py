@@ -76,8 +76,7 @@ class _Scores(torch.autograd.Function):
 def nla_in_passing(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """The scores [B, S] alone: similarities of a block of images are written over by those of the next.
 
-    Half-precision regions and nodes are multiplied as they are, in a third of the time. In float32 this costs less than
-    the fused kernel, which is for nodes so many that not even a tile of images fits.
+    In float32 this costs less than the fused kernel, which is for nodes so many that not even a tile of images fits.
     """
     images, count, _ = regions.shape
     if len(nodes) * count * TILE_IMAGES > KEPT_ELEMENTS:

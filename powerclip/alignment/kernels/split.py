@@ -19,11 +19,11 @@ from powerclip.alignment.backends import interpreting
 
 
 def split_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors […, D] of half precision as they are, others as float16 […, 3D] with the same inner products.
+    """Factors […, D] in bf16 as they are, in any other dtype as float16 […, 3D] with the same inner products.
 
     One product of three times the width: a kernel for half precision needs no second code path.
     """
-    if left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
+    if left.dtype == right.dtype == torch.bfloat16:
         return left, right
     return _side_by_side(left, 2), _side_by_side(right, 1)
 
