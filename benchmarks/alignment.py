@@ -134,9 +134,9 @@ def sweeps(base: Size, *, tiny: bool) -> tuple[Sweep, ...]:
         else ((5, 8, 10, 12, 14, 16, 20, 24), COMPILED_AT["nla"], (5, 20, 40), (1024, 8192, 32768))
     )
     return (
-        Sweep("M", tuple(replace(base, regions=m) for m in regions)),
         Sweep("K", tuple(replace(base, nodes=k) for k in nodes)),
         Sweep("C", tuple(replace(base, captions=c) for c in captions)),
+        Sweep("M", tuple(replace(base, regions=m) for m in regions)),
         Sweep("M", tuple(replace(base, regions=m) for m in compiled), compiled=True),
     )
 
@@ -418,24 +418,20 @@ class Launch(NamedTuple):
 # while others multiply: most of these leave room for two or more.
 TUNED = (
     Launch(128, 16, 64, 8, 3),  # 108 KB: two
-    Launch(128, 16, 64, 8, 2),
-    Launch(128, 16, 64, 4, 3),  # 160 registers, two
-    Launch(128, 16, 64, 4, 4),
-    Launch(128, 16, 32, 8, 6),
-    Launch(128, 16, 128, 8, 2),
-    Launch(128, 8, 64, 4, 4),  # 104 KB: two
-    Launch(128, 8, 64, 4, 3),
-    Launch(128, 8, 64, 4, 2),  # 52 KB: four
-    Launch(128, 8, 64, 8, 4),
-    Launch(64, 16, 64, 4, 4),  # 112 KB: two
-    Launch(64, 16, 64, 4, 3),
-    Launch(64, 16, 64, 4, 2),  # 56 KB: four
-    Launch(64, 16, 128, 4, 2),
-    Launch(64, 32, 64, 8, 2),  # 96 KB: two
-    Launch(64, 32, 64, 4, 3),
-    Launch(128, 32, 64, 8, 3),  # 160 registers, one: each number read serves twice as many products
+    Launch(256, 16, 64, 16, 3),  # one: each number read serves twice as many products
     Launch(256, 16, 64, 8, 3),
+    Launch(128, 32, 64, 8, 3),
     Launch(256, 8, 64, 8, 3),
+    Launch(128, 16, 64, 4, 3),  # 160 registers, two
+    Launch(128, 16, 128, 8, 2),
+    Launch(256, 16, 64, 16, 4),
+    Launch(128, 8, 64, 4, 4),  # 104 KB: two
+    Launch(128, 16, 64, 8, 2),
+    Launch(128, 16, 32, 8, 6),
+    Launch(64, 16, 64, 4, 3),
+    Launch(64, 32, 64, 4, 3),
+    Launch(128, 8, 64, 4, 2),  # 52 KB: four
+    Launch(64, 16, 64, 4, 2),  # 56 KB: four
 )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.trees import Tree, flat_tree, parse_bracketed
+from powerclip.data.captions import content_hash
 from powerclip.errors import UserError
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -32,6 +33,14 @@ NO_PICTURE = "pictures not readable, left out"
 NO_CAPTION = "pictures without a caption, left out"
 NO_TREE = "captions without a tree, taken as flat"
 WRONG_TREE = "captions that their tree does not match, taken as flat"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a picture comes from, by which its masks are found."""
+
+    shard: Path
+    picture: int  # `content_hash` of its file
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Corpus:
     image_of_caption: Tensor  # [captions]
     trees: list[Tree]
     fallbacks: dict[str, int] = field(default_factory=dict)  # what was left out or replaced, and how often
+    origins: list[Origin] = field(default_factory=list)  # of each picture
 
     def summary(self) -> str:
         """`1,000 pictures, 5,000 captions (2 pictures not readable, left out)`."""
@@ -76,6 +86,7 @@ def read_corpus(
     known = None if trees is None else read_trees(trees)
     counts: Counter[str] = Counter()
     keys: list[str] = []
+    origins: list[Origin] = []
     images: list[Tensor] = []
     captions: list[str] = []
     owners: list[int] = []
@@ -94,11 +105,12 @@ def read_corpus(
                     captions.append(caption)
                     owners.append(len(keys))
                 keys.append(sample.key)
+                origins.append(Origin(shard, content_hash(sample.image)))
                 images.append(picture)
     if not keys:
         found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
         raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {found}")
-    return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, dict(counts))
+    return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, dict(counts), origins)
 
 
 def read_trees(path: Path) -> dict[tuple[str, int], str]:

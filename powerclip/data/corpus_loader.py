@@ -15,6 +15,7 @@ from torch import Tensor
 from powerclip.alignment.regions import random_boxes
 from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import Corpus
+from powerclip.data.corpus_masks import CorpusMasks
 from powerclip.data.packed import PackedCorpus, pack_corpus, take_phrases, take_tokens
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
 from powerclip.data.stream import BatchLoader, mix, share_of
@@ -31,11 +32,12 @@ class CorpusLoader(BatchLoader):
         grid: rows and columns of patches.
         batch_size: C, of all ranks together; the pictures at the end of an epoch's order that do not fill a batch are
             left out of the epoch.
-        regions: M, random boxes of each picture.
+        regions: M, of each picture.
+        masks: stored masks to take regions from; what is missing to M, or all of them without, are random boxes.
         largest_box: longest side of a box, as a share of the picture's.
         crop: smallest share of the picture's area that a crop keeps; 1 shows whole pictures.
         seed: in which order pictures are shown.
-        region_seed: which captions, crops and boxes.
+        region_seed: which captions, crops, boxes and masks.
         workers: threads that make batches ahead; 0 makes each when it is needed.
         rank, world_size: which of how many equal shares of each batch to make.
         device: where pictures are kept and cropped.
@@ -54,6 +56,7 @@ class CorpusLoader(BatchLoader):
         grid: tuple[int, int],
         batch_size: int,
         regions: int = 10,
+        masks: CorpusMasks | None = None,
         largest_box: float = 1.0,
         crop: float = 0.9,
         seed: int = 0,
@@ -76,6 +79,7 @@ class CorpusLoader(BatchLoader):
         if isinstance(corpus, Corpus):
             corpus = pack_corpus(corpus, tokenizer or CaptionTokenizer(), nodes, self.device)
         self.corpus = corpus
+        self.masks = None if masks is None else masks.to(self.device)
         self.image_size, self.grid, self.batch_size = image_size, grid, batch_size
         self.regions, self.largest_box = regions, largest_box
         self.crop, self.length_multiple, self.sort = crop, length_multiple, sort
@@ -94,28 +98,36 @@ class CorpusLoader(BatchLoader):
         epoch, place = divmod(step, self.steps_per_epoch)
         order = torch.randperm(len(corpus.keys), generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
         chosen = order[place * self.batch_size : (place + 1) * self.batch_size][self._own]
-        # The boxes come last: settings that differ in them alone see the same captions and crops. All are drawn for all
-        # ranks: a picture has the same ones on any number of them.
+        # The boxes come after captions and crops, and masks after the boxes: settings that differ in regions alone see
+        # the same of all else. All are drawn for all ranks: a picture has the same ones on any number of them.
         generator = torch.Generator().manual_seed(mix(self.region_seed, step))
         draw = torch.rand(self.batch_size, generator=generator)[self._own]
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
         crops = random_crops(self.batch_size, self.crop, generator)[self._own]
         regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)[self._own]
+        draws = torch.rand(self.batch_size, self.masks.most if self.masks else 0, generator=generator)[self._own]
         lengths, short = corpus.lengths[caption], 0
         if self.sort:
             lengths, by_length = lengths.sort(stable=True)
-            chosen, caption, crops, regions = (values[by_length] for values in (chosen, caption, crops, regions))
+            chosen, caption, crops = chosen[by_length], caption[by_length], crops[by_length]
+            regions, draws = regions[by_length], draws[by_length]
             short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
         length = self._padded(lengths.max())
         return Batch(
             images=self.crop_images(chosen, crops),
             tokens=self._send(take_tokens(corpus.tokens, caption, length)),
-            regions=self._send(regions),
+            regions=self._regions(chosen, crops, draws, regions),
             phrases=take_phrases(corpus.phrases, caption, length).to(self.device, non_blocking=True),
             keys=[corpus.keys[i] for i in chosen.tolist()],
             short=short,
             lengths=tuple(lengths.tolist()),
         )
+
+    def _regions(self, chosen: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor) -> Tensor:
+        sent = self._send(boxes)
+        if self.masks is None:
+            return sent
+        return self.masks.choose(self._send(chosen), self._send(crops), self._send(draws), sent, self.grid)
 
     def _padded(self, length: Tensor) -> int:
         return min(-(-int(length) // self.length_multiple) * self.length_multiple, self.corpus.context_length)

@@ -14,7 +14,7 @@ from powerclip.data.keyed_random import permutation
 from powerclip.data.mask_codec import GRID, unpack_masks
 
 # Of a patch that belongs to a region at least this share is covered.
-_HALF = 0.5
+HALF = 0.5
 _CELLS = np.arange(GRID, dtype=np.float32)
 
 
@@ -68,4 +68,4 @@ def _patches(cover: npt.NDArray[np.floating]) -> npt.NDArray[np.bool_]:
     None only where nothing is covered.
     """
     cover = cover.round(6)  # where nothing is left but rounding, there is nothing
-    return (cover >= np.minimum(_HALF, cover.max(1, keepdims=True))) & (cover > 0)
+    return (cover >= np.minimum(HALF, cover.max(1, keepdims=True))) & (cover > 0)

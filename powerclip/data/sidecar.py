@@ -219,12 +219,16 @@ class RegionSidecar:
         packed = self.packed(key, picture)
         return packed if isinstance(packed, Miss) else unpack_masks(packed)
 
-    def packed(self, key: str, picture: bytes | None = None) -> list[bytes] | Miss:
-        """The masks of a picture as they are stored, for those who need only some."""
+    def packed(self, key: str, picture: bytes | int | None = None) -> list[bytes] | Miss:
+        """The masks of a picture as they are stored, for those who need only some.
+
+        Of the picture's file as it is now, the `content_hash` will do.
+        """
         row = self._rows.get(key)
         if row is None:
             return Miss.NO_ROW
-        if picture is not None and self._pictures[row] != content_hash(picture):
+        now = content_hash(picture) if isinstance(picture, bytes) else picture
+        if now is not None and self._pictures[row] != now:
             return Miss.STALE
         first, end = int(self._first[row]), int(self._first[row + 1])
         return self._masks.slice(first, end - first).to_pylist()

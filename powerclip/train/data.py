@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from open_clip import CLIPTextCfg
 
 from powerclip.data.corpus import Corpus, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.corpus_masks import CorpusMasks, read_masks
 from powerclip.data.packed import PackedCorpus, pack_corpus
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scene_loader import SceneLoader
@@ -94,6 +95,17 @@ class CorpusStore:
         key = ("packed", id(corpus), tokenizer.context_length, nodes, device)
         return self._once(key, lambda: pack_corpus(corpus, tokenizer, nodes, device))
 
+    def masks(self, corpus: Corpus, data: DataSection, device: torch.device) -> CorpusMasks:
+        """The masks of a corpus of this store, on the device."""
+        folder = _sidecar_folder(data)
+
+        def read() -> CorpusMasks:
+            masks = read_masks(corpus, folder)
+            self._tell(data.sidecars or str(data.shards), masks.summary())
+            return masks.to(device)
+
+        return self._once(("masks", id(corpus), folder, device), read)
+
     def _tell(self, source: str, summary: str) -> None:
         if self._say:
             self._say(f"{source}: {summary}")
@@ -156,17 +168,17 @@ def make_loader(
         shards = store.shards(data, ranks)
         folder = _sidecar_folder(data)
         # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
-        aligns, segments = recipe.objective == "powerclip", recipe.regions.kind == "segments"
+        aligns = recipe.objective == "powerclip"
         if aligns:
-            _check_sidecars(shards, "trees", folder)
-        if aligns and segments:
-            _check_sidecars(shards, "regions", folder)
+            _check_sidecars(shards.paths, "trees", folder)
+        if recipe.reads_masks:
+            _check_sidecars(shards.paths, "regions", folder)
         return ShardLoader(
             shards,
             tokenizer=tokenizer,
             sidecars=folder,
             trees=aligns,
-            segments=aligns and segments,
+            segments=recipe.reads_masks,
             nodes=recipe.nodes,
             crop=data.crop,
             window=data.window,
@@ -180,9 +192,12 @@ def make_loader(
             warn=warn,
             **shared,
         )
+    if recipe.reads_masks:
+        _check_sidecars(expand_pattern(data.shards, "data.shards"), "regions", _sidecar_folder(data))
     corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), data.trees)
     return CorpusLoader(
         store.packed(corpus, tokenizer, recipe.nodes, device),
+        masks=store.masks(corpus, data, device) if recipe.reads_masks else None,
         crop=data.crop,
         device=device,
         length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
@@ -213,12 +228,12 @@ def _sidecar_folder(data: DataSection) -> Path | None:
     return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
 
 
-def _check_sidecars(shards: ShardSet, kind: Kind, folder: Path | None) -> None:
+def _check_sidecars(shards: Sequence[Path], kind: Kind, folder: Path | None) -> None:
     """UserError when no shard has the annotations that were asked for: some may lack them, all is a mistake."""
     asked = folder is not None or kind == "regions"
-    if asked and not any(sidecar_path(path, kind, folder).exists() for path in shards.paths):
+    if asked and not any(sidecar_path(path, kind, folder).exists() for path in shards):
         where = f"in {folder}" if folder else "beside them"
-        name = sidecar_path(shards.paths[0], kind).name
+        name = sidecar_path(shards[0], kind).name
         raise UserError(
             f"data.sidecars: no shard has its {kind} {where} (no {name}, …); make them with `powerclip annotate {kind}`"
         )

@@ -32,6 +32,8 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
     if data.source == "corpus":
         yield from _look("data.shards", data.shards, _pattern)
         yield from _look("data.trees", data.trees, _file)
+        if recipe.reads_masks:
+            yield from _look("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
         yield from _look("data.shards", data.shards, _shards)
         yield from _look("data.sidecars", data.sidecars, _folder)

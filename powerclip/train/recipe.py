@@ -35,7 +35,7 @@ class DataSection:
     source: Literal["scenes", "corpus", "shards"] = "scenes"  # corpus: small, kept in memory; shards: read as needed
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
     trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
-    sidecars: str | None = None  # of shards: the folder of their annotations and indices; null: beside the shards
+    sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
     crop: float = 0.9  # smallest share of a picture that a crop keeps
     seed: int = 0
     window: int = 8  # of shards: how many are shuffled together
@@ -166,14 +166,19 @@ class Recipe:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
     def __post_init__(self) -> None:
-        if self.regions.kind == "segments" and self.data.source != "shards":
-            raise ValueError("regions.kind: segments needs masks, which only data.source: shards has (in sidecars)")
+        if self.regions.kind == "segments" and self.data.source == "scenes":
+            raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
         enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
         if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
             raise ValueError(
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
                 f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
             )
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether stored masks are looked at. The other objectives see no regions."""
+        return self.objective == "powerclip" and self.regions.kind == "segments"
 
 
 # What may change between the parts of one run: it steers how the run is watched, not what it computes.

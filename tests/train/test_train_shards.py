@@ -114,11 +114,6 @@ def test_what_is_wrong_is_said_in_the_recipes_words(tmp_path, shards, monkeypatc
         train(tiny(tmp_path, *settings(shards), override), tmp_path / "run", quiet=True)
 
 
-def test_segments_are_for_shards(tmp_path):
-    with pytest.raises(UserError, match=r"regions\.kind: segments needs masks, which only data\.source: shards has"):
-        tiny(tmp_path, "regions.kind=segments")
-
-
 def test_shards_are_counted_once_for_all_runs_that_share_a_store(tmp_path, shards):
     said: list[str] = []
     store = CorpusStore(said.append)
