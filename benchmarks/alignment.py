@@ -457,7 +457,7 @@ def tune(size: Size, device: torch.device, limits: Limits, settings: Sequence[La
         times = []
         try:
             # Names that the module does not have are refused.
-            with mock.patch.multiple(kernel, **launch._asdict()):
+            with mock.patch.multiple(kernel, **launch._asdict(), LARGE_TILE_NODES=launch.TILE_NODES):
                 for name, config in configs.items():
                     scores = kernel.nla_score(regions, nodes, segments, config)
                     # An order of sums may change, a score may not.

@@ -3,9 +3,10 @@
     python benchmarks/scaling.py                             # prints the tables
     python benchmarks/scaling.py --write docs/scaling.md     # puts them between the marks in the page
 
-Bytes and link times follow from `powerclip/train/communication.py`. Step times need a measurement of one GPU: the
-newest `benchmarks/results/*-step-parts-cuda.json`, which `benchmarks/step_parts.py` writes. Without it those columns
-are left out.
+Bytes and link times follow from `powerclip/train/communication.py`. Step times need two measurements of one GPU: the
+parts of a step that sees no other rank's captions, `benchmarks/results/*-step-parts-cuda.json` of `step_parts.py`, and
+the step of one rank of several, `*-step-cuda.json` of `step.py`. The difference of the two is what more captions cost.
+Without them those columns are left out.
 """
 
 from __future__ import annotations
@@ -25,36 +26,35 @@ RANKS = (8, 64, 512)
 PAIRS = 4096  # of the paper's batch
 WIDTH, NODES = 512, 12.0  # D of ViT-B/16, and a mean K of web captions
 PARAMETERS = 149_620_738  # ViT-B/16 with PowerCLIP's scale
+GATHERED = "PowerCLIP-NLA, all"  # of step.py, the setting that step_parts.py has: the default
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of one GPU's step of `pairs` pairs, in seconds."""
+    """Times of one GPU, in seconds."""
 
     machine: str
-    source: str
-    pairs: int
-    parts: dict[str, float]
-    step: float
+    pairs: int  # of the batch that it was measured with
+    fixed: float  # gradient norm and AdamW: the same for any batch
+    share: float  # what grows with the GPU's own pairs, for `pairs` of them
+    pair: float  # to score one picture with one caption, with the gradient
 
     def compute(self, ranks: int, batch: int) -> float:
-        """A step of one of `ranks` GPUs by itself: towers with its share, the loss with its rows, all of AdamW."""
-        share = batch / ranks
-        fixed = self.parts["norm"] + self.parts["optimiser"]
-        # The loss is C/n rows against C columns; its backward pass is counted with the towers'.
-        loss = self.parts["loss"]
-        towers = self.step - fixed - loss
-        return towers * share / self.pairs + loss * share * batch / self.pairs**2 + fixed
+        """A step of one of `ranks` GPUs by itself: towers with its share, all pairs of that with the batch, AdamW."""
+        own = batch / ranks
+        return self.fixed + self.share * own / self.pairs + self.pair * own * batch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=Path, help="a result of step_parts.py. [default: the newest of a GPU]")
+    parser.add_argument("--steps", type=Path, help="a result of step.py. [default: the newest of a GPU]")
     parser.add_argument("--write", type=Path, help="a page with the marks to write between")
     arguments = parser.parse_args()
-    found = arguments.parts or max(RESULTS.glob("*-step-parts-cuda.json"), default=None)
-    text = tables(None if found is None else json.loads(found.read_text()), found.name if found else "")
+    parts = arguments.parts or max(RESULTS.glob("*-step-parts-cuda.json"), default=None)
+    steps = arguments.steps or max(RESULTS.glob("*-step-cuda.json"), default=None)
+    text = tables(json.loads(parts.read_text()), json.loads(steps.read_text())) if parts and steps else tables()
     if arguments.write is None:
         print(text)
         return
@@ -66,13 +66,12 @@ def main() -> None:
     arguments.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
-def tables(data: dict[str, Any] | None, source: str) -> str:
+def tables(parts: dict[str, Any] | None = None, steps: dict[str, Any] | None = None) -> str:
     """All tables as Markdown."""
-    measured = None if data is None else read(data, source, "powerclip")
-    parts = [] if data is None else [step_table(data, source), ""]
+    measured = None if parts is None or steps is None else read(parts, steps)
     return "\n".join(
         [
-            *parts,
+            *([] if parts is None else [step_table(parts), ""]),
             f"**The paper's batch of {PAIRS:,}, shared by more and more GPUs** (MiB that each GPU sends in a step):",
             "",
             strong_table(measured),
@@ -84,23 +83,28 @@ def tables(data: dict[str, Any] | None, source: str) -> str:
     )
 
 
-def read(data: dict[str, Any], source: str, objective: str) -> Measured:
-    times = {name: ms / 1000 for name, ms in data["parts"][objective].items()}
-    return Measured(data["origin"]["machine"], source, data["batch"]["pairs"], times, times["step"])
+def read(parts: dict[str, Any], steps: dict[str, Any]) -> Measured:
+    """From the results of `step_parts.py` and `step.py`."""
+    times, pairs = parts["parts"]["powerclip"], parts["batch"]["pairs"]
+    rows, columns = map(int, steps["batch"]["pairs"].split(" × "))
+    gathered = next(row["ms"] for row in steps["rows"] if row["name"] == GATHERED)
+    fixed, pair = times["norm"] + times["optimiser"], (gathered - times["step"]) / (rows * columns - pairs * pairs)
+    own = times["step"] - fixed - pair * pairs * pairs
+    return Measured(parts["origin"]["machine"], pairs, fixed / 1000, own / 1000, pair / 1000)
 
 
 def per_gpu(measured: Measured | None) -> int:
     return measured.pairs if measured else 512
 
 
-def step_table(data: dict[str, Any], source: str) -> str:
+def step_table(data: dict[str, Any]) -> str:
     names = ("copy", "towers", "loss", "backward", "norm", "optimiser", "step")
     rows = [
         [objective, *(f"{times[name]:.1f}" for name in names), f"{1000 * data['batch']['pairs'] / times['step']:,.0f}"]
         for objective, times in data["parts"].items()
     ]
     facts = ", ".join(f"{name} {value}" for name, value in data["batch"].items())
-    head = f"**Measured: {data['model']}, {facts}, {data['origin']['machine']}** (ms; `benchmarks/results/{source}`):"
+    head = f"**Measured: {data['model']}, {facts}, {data['origin']['machine']}** (ms; `benchmarks/step_parts.py`):"
     return f"{head}\n\n" + markdown(rows, ("", *names[:-1], "whole step", "pairs/s"))
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.regions import random_boxes
@@ -18,6 +17,7 @@ from powerclip.data.corpus import Corpus
 from powerclip.data.corpus_masks import CorpusMasks
 from powerclip.data.packed import PackedCorpus, pack_corpus, take_phrases, take_tokens
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
+from powerclip.data.resample import crop_pictures
 from powerclip.data.stream import BatchLoader, mix, share_of
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
@@ -134,14 +134,8 @@ class CorpusLoader(BatchLoader):
 
     def crop_images(self, chosen: Tensor, crops: Tensor) -> Tensor:
         """Crops [C, 3, H, W] of the pictures of those numbers, normalised; the boxes as `random_crops` gives them."""
-        pictures = self.corpus.images[chosen.to(self.corpus.images.device)].to(self.device).float()
-        centre, half = self._send(crops[:, :2]), self._send(crops[:, 2:])
-        theta = torch.zeros(len(crops), 2, 3, device=self.device)
-        theta[:, 0, 0], theta[:, 1, 1] = half[:, 0], half[:, 1]
-        theta[:, :, 2] = centre
-        where = F.affine_grid(theta, [len(crops), 3, *self.image_size], align_corners=False)
-        pixels = F.grid_sample(pictures, where, mode="bicubic", padding_mode="border", align_corners=False)
-        return self._normalise(pixels.clamp_(0, 255))  # bicubic overshoots at edges
+        pictures = self.corpus.images[chosen.to(self.corpus.images.device)].to(self.device)
+        return self._normalise(crop_pictures(pictures, self._send(crops), self.image_size))
 
     def _send(self, values: Tensor) -> Tensor:
         return values.to(self.device, non_blocking=True)

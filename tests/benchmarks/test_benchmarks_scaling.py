@@ -27,16 +27,24 @@ def measurement() -> dict:
     }
 
 
-def test_a_share_of_the_batch_costs_its_share_of_the_towers_its_rows_of_the_loss_and_all_of_adamw():
-    one = scaling.read(measurement(), "x.json", "powerclip")
-    assert one.compute(1, 512) == pytest.approx(0.160)
-    fixed, loss, towers = 0.003, 0.004, 0.153
-    assert one.compute(8, 4096) == pytest.approx(fixed + towers + 8 * loss)
+STEPS = {
+    "batch": {"pairs": "512 × 4096"},
+    "rows": [{"name": "our CLIP", "ms": 1.0}, {"name": scaling.GATHERED, "ms": 174.0}],
+}
+
+
+def test_a_share_of_the_batch_costs_its_share_of_the_towers_its_rows_of_pairs_and_all_of_adamw():
+    one = scaling.read(measurement(), STEPS)
+    assert one.compute(1, 512) == pytest.approx(0.160)  # as measured, both
+    assert one.compute(8, 4096) == pytest.approx(0.174)
+    fixed, loss = 0.003, 0.002  # 14 ms are seven times 512 captions
+    towers = 0.160 - fixed - loss
     assert one.compute(64, 4096) == pytest.approx(fixed + towers / 8 + loss)
+    assert one.compute(64, 32768) == pytest.approx(fixed + towers + 64 * loss)
 
 
 def test_without_a_measurement_only_messages_are_shown():
-    bare, full = scaling.tables(None, ""), scaling.tables(measurement(), "x.json")
+    bare, full = scaling.tables(), scaling.tables(measurement(), STEPS)
     assert "efficiency" not in bare
     assert "a GPU" in full
     assert full.count("| 512 |") >= bare.count("| 512 |") > 0
