@@ -32,7 +32,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 from PIL import Image
 
 from powerclip.alignment.trees import Span, parse_bracketed
@@ -361,4 +361,4 @@ def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str],
 OPEN_CLIP = open_clip_loader()
 
 if __name__ == "__main__":
-    main()
+    run(main)

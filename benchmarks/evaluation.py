@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -213,4 +213,4 @@ def tiny_data(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

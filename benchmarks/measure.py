@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,21 @@ import torch
 
 from powerclip.analysis.machine import machine
 from powerclip.analysis.measure import Measurement, measure
+from powerclip.errors import UserError
 
-__all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "write_result"]
+__all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "run", "write_result"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a benchmark. What the user got wrong is one line and exit code 2, as with `powerclip`."""
+    try:
+        main()
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def origin() -> dict[str, str]:

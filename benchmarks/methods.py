@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from alignment import failure
-from measure import RESULTS, Measurement, markdown, origin, write_result
+from measure import RESULTS, Measurement, markdown, origin, run, write_result
 from step import make_batch
 
 from powerclip.analysis.step_time import Method, beside_clip, take_turns
@@ -231,4 +231,4 @@ def cells(row: dict[str, Any]) -> list[object]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

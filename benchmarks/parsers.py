@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.annotate.parsers import PARSERS, Parser, load_parser
 from powerclip.annotate.parsers.embedded import EmbeddedParser
@@ -148,4 +148,4 @@ def write(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

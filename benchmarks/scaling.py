@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import RESULTS, markdown
+from measure import RESULTS, markdown, run
 
+from powerclip.errors import UserError
 from powerclip.train.communication import FAST, SLOW, parallel_efficiency, seconds, traffic
 
 BEGIN, END = "<!-- made by benchmarks/scaling.py -->", "<!-- end -->"
@@ -87,7 +88,9 @@ def read(parts: dict[str, Any], steps: dict[str, Any]) -> Measured:
     """From the results of `step_parts.py` and `step.py`."""
     times, pairs = parts["parts"]["powerclip"], parts["batch"]["pairs"]
     rows, columns = map(int, steps["batch"]["pairs"].split(" × "))
-    gathered = next(row["ms"] for row in steps["rows"] if row["name"] == GATHERED)
+    gathered = next((row["ms"] for row in steps["rows"] if row["name"] == GATHERED), None)
+    if gathered is None or rows * columns == pairs * pairs:
+        raise UserError(f"the result of step.py needs the step {GATHERED!r}, with captions of other ranks (--ranks 8)")
     fixed, pair = times["norm"] + times["optimiser"], (gathered - times["step"]) / (rows * columns - pairs * pairs)
     own = times["step"] - fixed - pair * pairs * pairs
     return Measured(parts["origin"]["machine"], pairs, fixed / 1000, own / 1000, pair / 1000)
@@ -121,12 +124,12 @@ def weak_table(measured: Measured | None) -> str:
     for ranks in RANKS:
         batch = per_gpu(measured) * ranks
         sent = traffic(ranks, batch, WIDTH, PARAMETERS, NODES)
-        rows.append([ranks, f"{batch:,} in all", *cells(sent, ranks, batch, measured)])
-    return markdown(rows, heads(measured))
+        rows.append([ranks, f"{batch:,}", *cells(sent, ranks, batch, measured)])
+    return markdown(rows, heads(measured, "pairs in all"))
 
 
-def heads(measured: Measured | None) -> tuple[str, ...]:
-    common = ("GPUs", "pairs on each", "gradients", "embeddings", "phrases", "ms, 8 × 400 Gb/s", "ms, 100 Gb/s")
+def heads(measured: Measured | None, pairs: str = "pairs on each") -> tuple[str, ...]:
+    common = ("GPUs", pairs, "gradients", "embeddings", "phrases", "ms, 8 × 400 Gb/s", "ms, 100 Gb/s")
     return (*common, "ms of compute", "efficiency, 8 × 400 Gb/s", "100 Gb/s") if measured else common
 
 
@@ -141,4 +144,4 @@ def cells(sent: Any, ranks: int, batch: int, measured: Measured | None) -> list[
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.annotate.pictures import decode_picture
 from powerclip.annotate.segmenters import Picture, Segmenter, load_segmenter
@@ -107,4 +107,4 @@ def _show(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.data.batch import Batch
 from powerclip.data.shards import open_shards
@@ -363,4 +363,4 @@ def report(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from measure import RESULTS, markdown, measure, origin, write_result
+from measure import RESULTS, markdown, measure, origin, run, write_result
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
@@ -132,11 +132,8 @@ def main() -> None:
     pairs, repeats = (16, 1) if arguments.tiny else (arguments.batch, arguments.repeats)
     model = ModelSection(config=TINY) if arguments.tiny else ModelSection(name=arguments.model)
     train = TrainSection(batch_size=pairs, device=device.type, compile=arguments.compile)
-    batches = {
-        count: make_batch(model, pairs, count, arguments.trees).to(device)
-        for count in ((4, 5) if arguments.tiny else (arguments.regions, 14))
-    }
-    few, many = batches
+    few, many = (4, 5) if arguments.tiny else (arguments.regions, 14)
+    batches = {count: make_batch(model, pairs, count, arguments.trees).to(device) for count in {few, many}}
     ranks = Pretended(0, arguments.ranks)
 
     def ours(name: str) -> Callable[[], object]:
@@ -341,4 +338,4 @@ def report(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

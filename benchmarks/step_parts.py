@@ -4,7 +4,8 @@
     python benchmarks/step_parts.py --tiny                                   # on a CPU, in seconds: shows that it works
 
 Each part is timed by itself, the device waited for before and after, so the parts add up to a little more than a step
-that runs through. Writes a JSON file and a Markdown table; `benchmarks/scaling.py` reads the JSON.
+that runs through. The whole step is one on a batch that lies on the device already: without the copy. Writes a JSON
+file and a Markdown table; `benchmarks/scaling.py` reads the JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 from step import TINY, make_batch
 
 from powerclip.data.batch import Batch
@@ -88,7 +89,7 @@ def timed_parts(state: TrainState, batch: Batch, recipe: Recipe) -> dict[str, fl
     here = timed("copy", lambda: batch.to(state.device, non_blocking=True))
     state.optimizer.zero_grad(set_to_none=True)
     plan = plan_step(state, here.images, recipe.train.seed)
-    features = timed("towers", lambda: encode(state.towers, here.images, here.tokens, plan))
+    features = timed("towers", lambda: encode(state.towers, here.images, here.token_groups, plan))
     terms = timed("loss", lambda: state.objective.loss(features, here))
     timed("backward", lambda: mark_loss(terms.total).backward())
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
@@ -117,4 +118,4 @@ def report(found: dict[str, dict[str, float]], batch: Batch, arguments: argparse
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

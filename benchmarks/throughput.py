@@ -21,7 +21,7 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from measure import RESULTS, markdown, origin, write_result
+from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.data.batch import Batch
 from powerclip.data.stream import killed_workers
@@ -54,6 +54,8 @@ def main() -> None:
         arguments.steps, arguments.rounds, arguments.warmup = 2, 2, KEPT
     if arguments.recipe is None:
         parser.error("name a recipe, or --tiny")
+    if min(arguments.warmup, arguments.steps, arguments.rounds) < 1:
+        parser.error("--warmup, --steps and --rounds are at least 1")
     recipe = load_recipe(arguments.recipe, arguments.settings)
     with killed_workers():
         found = measure(recipe, arguments)
@@ -122,4 +124,4 @@ def report(recipe: Recipe, found: dict[str, list[float]], arguments: argparse.Na
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -39,6 +39,11 @@ def triton_obstacle(config: AlignmentConfig, device: torch.device) -> str | None
         return "is not installed (pip install triton)"
     if device.type != "cuda" and not interpreting():
         return f"needs an NVIDIA GPU, and the tensors are on {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
+    return unknown_setting(config)
+
+
+def unknown_setting(config: AlignmentConfig) -> str | None:
+    """Which of the settings has none of the closed forms that are scored and differentiated by hand; None if all do."""
     if not config.region_sets:
         return "scores sets of regions, and alignment.region_sets is false"
     if config.largest_set > 1:

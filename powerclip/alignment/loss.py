@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.contrast import contrast, counts_nearly_all, hardest, negative_count, off_diagonal, semi_hard
+from powerclip.alignment.contrast import contrast, counts_nearly_all, hardest, negative_count, off_diagonal
 from powerclip.alignment.embed import Parts
 from powerclip.alignment.kernels.hardest import hardest_pairs
 from powerclip.alignment.score import differentiates_all, pair_similarities, score_all, score_block, score_pairs
-from powerclip.alignment.spread import spread_contrast
+from powerclip.alignment.spread import find_semi_hard, spread_contrast
 from powerclip.ranks import ALONE, Ranks
 
 
@@ -54,12 +54,12 @@ def alignment_loss(
     if count * ranks.count < 2 or count != len(segments):
         raise ValueError(f"need as many images as captions and at least 2 pairs, not {count} and {len(segments)}")
     scale = config.scale if scale is None else scale
+    own = torch.arange(count, device=regions.device)
     if ranks.alone:
-        loss, positive, worst = _contrast(parts, config, scale, k)
+        loss, positive, worst = _contrast(parts, own, config, scale, k)
     else:
         loss, positive, worst = spread_contrast(parts, config, scale, ranks, k)
     with torch.no_grad():
-        own = torch.arange(count, device=regions.device)
         q, real = pair_similarities(regions, parts.nodes, segments, own, own)
         empty = ranks.sum(torch.stack([((q.amax(-1) <= 0) & real).sum(), real.sum()]))
         return Alignment(
@@ -72,9 +72,9 @@ def alignment_loss(
 
 
 def _contrast(
-    parts: Parts, config: AlignmentConfig, scale: Tensor | float, k: int | None
+    parts: Parts, own: Tensor, config: AlignmentConfig, scale: Tensor | float, k: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the scores [C] of the matched pairs and of each image's hardest negative."""
+    """The loss, and the scores [C] of the matched pairs and of each image's hardest negative; `own` is 0 … C−1."""
     regions, nodes, segments = parts.regions, parts.nodes, parts.segments
     count = len(regions)
     k = negative_count(config, count, k)
@@ -86,7 +86,7 @@ def _contrast(
         scores = score_all(regions, nodes, segments, config)
         positive = scores.diagonal()
         if config.negatives == "semi_hard":
-            hard_captions, hard_images, worst = _semi_hard_pairs(scores)
+            hard_captions, hard_images, worst = find_semi_hard(scores, own, ALONE)
         else:
             hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)
         row, column = scores.gather(1, hard_captions), scores.T.gather(1, hard_images)
@@ -94,11 +94,11 @@ def _contrast(
         with torch.no_grad():
             if config.negatives == "semi_hard":
                 scores = score_all(regions, nodes, segments, config)
-                hard_captions, hard_images, worst = _semi_hard_pairs(scores)
+                hard_captions, hard_images, worst = find_semi_hard(scores, own, ALONE)
             else:
                 score = functools.partial(score_block, regions, nodes, segments, config)
-                hard_captions, hard_images = hardest_pairs(score, count, k)  # [C, k] each
-        own = torch.arange(count, device=regions.device)
+                captions, images = hardest_pairs(score, range(count), count, k)
+                hard_captions, hard_images = captions.columns, images.columns  # [C, k] each
         image = torch.cat([own, own.repeat_interleave(hard_captions.shape[1]), hard_images.flatten()])
         caption = torch.cat([own, hard_captions.flatten(), own.repeat_interleave(hard_images.shape[1])])
         chosen = score_pairs(regions, nodes, segments, image, caption, config)
@@ -106,12 +106,3 @@ def _contrast(
         row, column = row.view_as(hard_captions), column.view_as(hard_images)
     worst = row.detach().amax(-1) if worst is None else worst
     return contrast(positive, row, column, config, scale), positive.detach(), worst
-
-
-@torch.no_grad()
-def _semi_hard_pairs(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Semi-hard captions and images [C, 1] of the scores [C, C], and each image's hardest negative's score [C]."""
-    matched = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
-    positive = scores.diagonal()
-    captions, images = semi_hard(scores, positive, matched), semi_hard(scores.T, positive, matched)
-    return captions, images, off_diagonal(scores).amax(-1)

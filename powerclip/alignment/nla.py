@@ -1,6 +1,6 @@
 """Non-linear aggregators (§4): both powerset similarities in time linear in the number of regions.
 
-Axes: P leaves of all captions · T nodes of all captions · B images · M regions · S captions
+Axes: T nodes of all captions · B images · M regions · S captions
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_mean, segment_sum
+from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_mean
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -37,24 +36,6 @@ T2_ANTIDERIVATIVES: dict[str, Activation] = {
     "sigmoid": lambda x: F.softplus(x) - math.log(2),
     "softsign": lambda x: x.abs() - torch.log1p(x.abs()),
 }
-
-
-def nla(
-    s0: Tensor, phrases: Phrases, sigma1: Activation, sigma2: Activation, sigma3: Activation, alpha: float
-) -> Tensor:
-    """§4.1, the general form: three layers, each a sum and an activation, from leaf similarities [P, B, M] to [S, B].
-
-    The literal reference: it overflows where the paper's formula does. Training uses `nla_t1` and `nla_t2`.
-    """
-    captions, first = phrases.node_segments, phrases.leaf_offsets
-    leaves = [
-        range(int(first[c] + start), int(first[c] + end))
-        for c, start, end in zip(captions.index, phrases.node_start, phrases.node_end, strict=True)
-    ]
-    s1 = torch.stack([sigma1(sum((s0[leaf] for leaf in node), torch.zeros_like(s0[0]))) for node in leaves])
-    s2 = sigma2(s1.sum(-1))  # over regions
-    total = segment_sum(s2, captions)
-    return sigma3(total / captions.lengths_like(total) ** (1 - alpha))
 
 
 def log_powerset(x: Tensor, *, empty_set: bool = True) -> Tensor:

@@ -5,7 +5,9 @@ Axes: C captions · L tokens · D width · P leaves of all captions · T nodes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +42,13 @@ class Phrases:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Phrases:
         """The same trees on another device."""
-        moved = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in moved.items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=non_blocking)
-        return Phrases(**moved)
+        return self.map(lambda values: values.to(device, non_blocking=non_blocking))
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Phrases:
+        """The same trees with every tensor moved."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: move(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **tensors)
 
     @property
     def leaf_segments(self) -> Segments:
@@ -56,14 +60,10 @@ class Phrases:
         """Which caption each node belongs to."""
         return Segments.from_lengths(self.node_offsets.diff(), len(self.node_start), self.max_nodes)
 
-    @property
-    def node_sizes(self) -> Tensor:
-        """How many leaves each node has [T]."""
-        return self.node_end - self.node_start
-
 
 def single_tokens(phrases: Phrases) -> Phrases:
     """Table 6, "w/o parse trees": every word token is a leaf and a node of its own."""
+    # Here the GPU is asked for numbers: how many words there are, and the most of one caption.
     caption, place = phrases.words.nonzero(as_tuple=True)
     counts = phrases.words.sum(-1)
     offsets = F.pad(counts.cumsum(0), (1, 0))

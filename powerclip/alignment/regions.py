@@ -49,7 +49,8 @@ def embed_regions(
 ) -> Tensor:
     """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features [C, N, D] under each mask [C, M, N].
 
-    `centre` says which mean is subtracted from every patch: none, that of the batch on all `ranks`, or its own image's.
+    `centre` says which mean is subtracted from every patch: none, that of the batch on all `ranks`, or its own image's;
+    then a region that covers the image is zero.
     """
     if centre == "none":
         return normalise(masked_sums(patches, masks))
@@ -59,7 +60,11 @@ def embed_regions(
     mean = total / patches.shape[1]  # [C, 1, D]
     if centre == "batch":
         mean = ranks.mean(mean.mean(0, keepdim=True))
-    return normalise(subtract(sums, masks, mean))
+    regions = normalise(subtract(sums, masks, mean))
+    if centre == "image":
+        # Less its own mean nothing is left of a whole image but rounding, which must not be scaled to length 1.
+        regions = regions.masked_fill(masks.all(-1, keepdim=True), 0.0)
+    return regions
 
 
 # 2^16 sets are 65,536 similarities for each node and image; the next region doubles that.

@@ -68,8 +68,10 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
         return _score_by_kernels(regions, nodes, segments, config)
     if backend == "torch" and not regions.is_cuda and nla_recompute.supports(config):
         return nla_recompute.nla_recompute(regions, nodes, segments, config)
-    # On a GPU the compiled formulas: the recomputed gradient has been measured on CPUs only.
-    score = _fused() if backend == "torch" and regions.is_cuda else _score_block
+    # On a GPU the compiled formulas: the recomputed gradient has been measured on CPUs only. Not for exact scores:
+    # inductor of torch 2.11 fails on 2^M there.
+    compiled = backend == "torch" and regions.is_cuda and config.aggregation == "nla"
+    score = _fused() if compiled else _score_block
     blocks = regions.split(_block_size(regions, nodes, config))
     return torch.cat([score(block, nodes, segments, config) for block in blocks])
 
@@ -79,7 +81,7 @@ def score_block(
 ) -> Tensor:
     """S̄ of a range of the images with a range of the captions."""
     if captions.stop - captions.start < len(segments):
-        # The only place where the GPU is asked for a number: which nodes these captions own.
+        # The GPU is asked for two numbers: which nodes these captions own. Only batches of several blocks come here.
         ends = segments.lengths.cumsum(0)
         end = int(ends[captions.stop - 1])
         first = end - int(segments.lengths[captions].sum())

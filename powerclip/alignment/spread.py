@@ -20,6 +20,7 @@ from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, highest, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
+from powerclip.alignment.kernels.hardest import hardest_pairs
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import differentiates_all, score_all, score_pairs
 from powerclip.ranks import Ranks
@@ -138,27 +139,22 @@ def find_hardest(
     Matched pairs are left out. `scores` [c, C], where they are known already, are not computed again.
     """
     count, total = len(parts.regions), len(parts.segments)
-    device, first = parts.regions.device, ranks.rows(count).start
-    block = max(1, BLOCK_ELEMENTS // total)
-    captions, best, images = [], None, None
-    for start in range(0, count, block):
-        rows = slice(start, min(start + block, count))
-        if scores is None:
-            scored = score_all(parts.regions[rows], parts.nodes, parts.segments, config)
-        else:
-            scored = scores[rows]
-        row = torch.arange(first + rows.start, first + rows.stop, device=device)
-        scored = scored.masked_fill(row.unsqueeze(-1) == torch.arange(total, device=device), -torch.inf)
-        captions.append(highest(scored, k)[1])
-        fresh, place = highest(scored.T, min(k, len(row)))
-        best, images = _merge(best, images, fresh, row[place], k)
-    assert best is not None
-    assert images is not None
-    # Each rank compares, for its own captions, what all ranks have found.
-    best, images = (ranks.exchange(found).transpose(0, 1).flatten(1) for found in (best, images))  # [c, n·k]
-    return torch.cat(captions), ranks.gather(images.gather(1, highest(best, k)[1]))
+    here = ranks.rows(count)
+
+    def score(rows: slice, _: slice) -> Tensor:
+        if scores is not None:
+            return scores[rows]
+        return score_all(parts.regions[rows], parts.nodes, parts.segments, config)
+
+    # Blocks of all captions: which nodes a range of them owns, the GPU would be asked.
+    rows = max(1, BLOCK_ELEMENTS // total)
+    captions, images = hardest_pairs(score, range(here.start, here.stop), total, k, rows, columns=total)
+    # Each rank compares, for its own captions, what all ranks have found, [c, n·k].
+    best, found = (ranks.exchange(one).transpose(0, 1).flatten(1) for one in (images.scores, images.columns))
+    return captions.columns, ranks.gather(found.gather(1, highest(best, k)[1]))
 
 
+@torch.no_grad()
 def find_semi_hard(scores: Tensor, own: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """Semi-hard captions of each image here [c, 1], images of each caption anywhere [C, 1], hardest scores here [c].
 
@@ -171,19 +167,9 @@ def find_semi_hard(scores: Tensor, own: Tensor, ranks: Ranks) -> tuple[Tensor, T
     # A caption's images lie on all ranks: each names its best below the positive, and its best of all, [C, 2].
     others = scores.masked_fill(matched, -torch.inf)
     below = others.masked_fill(others >= ranks.gather(positive), -torch.inf)
-    values, places = torch.stack([below.T, others.T], 1).max(-1)
+    (low, low_place), (high, high_place) = below.max(0), others.max(0)
+    values, places = torch.stack([low, high], 1), torch.stack([low_place, high_place], 1)
     values, rank = ranks.exchange(values).max(0)  # [c, 2]
     images = ranks.exchange(places + ranks.rows(count).start).gather(0, rank.unsqueeze(0)).squeeze(0)
     image = torch.where(values[:, 0] > -torch.inf, images[:, 0], images[:, 1])
     return captions, ranks.gather(image.unsqueeze(-1)), others.amax(-1)
-
-
-def _merge(
-    best: Tensor | None, names: Tensor | None, fresh: Tensor, fresh_names: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
-    """The k highest of two lists of values, and what they are called."""
-    if best is None or names is None:
-        return fresh, fresh_names
-    values, called = torch.cat([best, fresh], 1), torch.cat([names, fresh_names], 1)
-    values, place = highest(values, min(k, values.shape[1]))
-    return values, called.gather(1, place)

@@ -24,8 +24,7 @@ class Measurement:
 
     ms: float
     spread: float  # ms
-    peak_gib: float | None  # None where it is not known (CPU)
-    gib: float | None  # the same above what was allocated before
+    gib: float | None  # peak above what was allocated before; None where it is not known (CPU)
 
 
 def measure(
@@ -38,21 +37,20 @@ def measure(
     gpu = device.type == "cuda"
     for _ in range(warmup):
         function()
-    peak = gib = None
+    gib = None
     if gpu:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         function()
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-        gib = peak - before / 2**30
+        gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
     elif count_tensors:
         with PeakOfTensors() as counted:
             function()
         gib = counted.peak / 2**30
     times = [_gpu_ms(function) if gpu else _cpu_ms(function) for _ in range(repeats)]
     quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    return Measurement(statistics.median(times), (quarters[2] - quarters[0]) / 2, peak, gib)
+    return Measurement(statistics.median(times), (quarters[2] - quarters[0]) / 2, gib)
 
 
 class PeakOfTensors(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What a tar calls a sample, and what its captions are: one rule for those who annotate and those who train."""
+"""What a tar calls a sample, and what its captions are: one rule for those who annotate, train and evaluate."""
 
 from __future__ import annotations
 
@@ -18,16 +18,25 @@ def split_member(name: str) -> tuple[str, str]:
 
 def read_captions(data: bytes, suffix: str) -> list[str]:
     """The captions in a sample's `.json` ({"captions": […]} or {"caption": …}) or `.txt`; blank ones are left out."""
+    return [caption for _, caption in number_captions(data, suffix)]
+
+
+def number_captions(data: bytes, suffix: str) -> list[tuple[int, str]]:
+    """The same with their numbers, by which trees are found: blank ones are left out, and counted."""
     text = data.decode("utf-8", errors="replace")
     if suffix == "txt":
-        return [text.strip()] if text.strip() else []
+        return [(0, text.strip())] if text.strip() else []
     try:
-        fields = json.loads(text)
+        return captions_in(json.loads(text))
     except (json.JSONDecodeError, RecursionError):
         return []
+
+
+def captions_in(fields: object) -> list[tuple[int, str]]:
+    """The numbered captions in what a sample's `.json` holds; none in what has no place for them."""
     found = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
     listed = found if isinstance(found, list) else [found]
-    return [one for one in listed if isinstance(one, str) and one.strip()]
+    return [(number, one) for number, one in enumerate(listed) if isinstance(one, str) and one.strip()]
 
 
 def content_hash(content: str | bytes) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import tarfile
 import zlib
@@ -18,16 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from powerclip.alignment.trees import Tree, flat_tree, parse_bracketed
-from powerclip.data.captions import content_hash
+from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, content_hash, number_captions, split_member
 from powerclip.errors import UserError
-
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 NO_PICTURE = "pictures not readable, left out"
 NO_CAPTION = "pictures without a caption, left out"
@@ -163,17 +159,17 @@ def _samples(shard: Path) -> Iterator[_Sample]:
             for member in tar:
                 if not member.isfile():
                     continue
-                stem, _, suffix = Path(member.name).name.partition(".")
-                if sample is None or stem != sample.key:
+                key, suffix = split_member(member.name)
+                if sample is None or key != sample.key:
                     if sample is not None:
                         yield sample
-                    sample = _Sample(stem)
+                    sample = _Sample(key)
                 file = tar.extractfile(member)
                 data = file.read() if file else b""
-                if suffix.lower() in IMAGE_SUFFIXES:
+                if suffix in IMAGE_SUFFIXES:
                     sample.image = data
-                elif suffix.lower() in ("json", "txt"):
-                    sample.captions = sample.captions or _captions(data, suffix.lower())
+                elif suffix in CAPTION_SUFFIXES:
+                    sample.captions = sample.captions or number_captions(data, suffix)
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise UserError(f"shard {shard} cannot be read: {error}; copy it again or leave it out") from error
     if sample is not None:
@@ -186,19 +182,6 @@ def _is_whole(shard: Path) -> bool:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - tarfile.BLOCKSIZE))
         return size > 0 and size % tarfile.BLOCKSIZE == 0 and not any(file.read())
-
-
-def _captions(data: bytes, suffix: str) -> list[tuple[int, str]]:
-    text = data.decode("utf-8", errors="replace")
-    if suffix == "txt":
-        return [(0, text.strip())] if text.strip() else []
-    try:
-        fields: Any = json.loads(text)
-    except json.JSONDecodeError:
-        return []
-    found = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
-    listed = found if isinstance(found, list) else [found]
-    return [(number, one) for number, one in enumerate(listed) if isinstance(one, str) and one.strip()]
 
 
 def _decode(data: bytes, size: int) -> Tensor | None:

@@ -80,6 +80,7 @@ class CorpusLoader(BatchLoader):
             corpus = pack_corpus(corpus, tokenizer or CaptionTokenizer(), nodes, self.device)
         self.corpus = corpus
         self.masks = None if masks is None else masks.to(self.device)
+        self._mask_counts = None if masks is None else masks.counts.cpu()
         self.image_size, self.grid, self.batch_size = image_size, grid, batch_size
         self.regions, self.largest_box = regions, largest_box
         self.crop, self.length_multiple, self.sort = crop, length_multiple, sort
@@ -105,7 +106,7 @@ class CorpusLoader(BatchLoader):
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
         crops = random_crops(self.batch_size, self.crop, generator)[self._own]
         regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)[self._own]
-        draws = torch.rand(self.batch_size, self.masks.most if self.masks else 0, generator=generator)[self._own]
+        draws = self._mask_draws(chosen, generator)
         lengths, short = corpus.lengths[caption], 0
         if self.sort:
             lengths, by_length = lengths.sort(stable=True)
@@ -113,21 +114,26 @@ class CorpusLoader(BatchLoader):
             regions, draws = regions[by_length], draws[by_length]
             short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
         length = self._padded(lengths.max())
+        keys = [corpus.keys[i] for i in chosen.tolist()]
+        chosen, crops, regions = self._send(chosen), self._send(crops), self._send(regions)
+        if self.masks is not None:
+            regions = self.masks.choose(chosen, crops, self._send(draws), regions, self.grid)
         return Batch(
             images=self.crop_images(chosen, crops),
             tokens=self._send(take_tokens(corpus.tokens, caption, length)),
-            regions=self._regions(chosen, crops, draws, regions),
-            phrases=take_phrases(corpus.phrases, caption, length).to(self.device, non_blocking=True),
-            keys=[corpus.keys[i] for i in chosen.tolist()],
+            regions=regions,
+            phrases=take_phrases(corpus.phrases, caption, length).map(self._send),
+            keys=keys,
             short=short,
             lengths=tuple(lengths.tolist()),
         )
 
-    def _regions(self, chosen: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor) -> Tensor:
-        sent = self._send(boxes)
-        if self.masks is None:
-            return sent
-        return self.masks.choose(self._send(chosen), self._send(crops), self._send(draws), sent, self.grid)
+    def _mask_draws(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """A random number for each mask of each picture [C, K]; drawn for all ranks, whose K may differ."""
+        if self.masks is None or self._mask_counts is None:
+            return torch.zeros(len(chosen), 0)
+        draws = torch.rand(self.batch_size, self.masks.most, generator=generator)[self._own]
+        return draws[:, : int(self._mask_counts[chosen].max())]
 
     def _padded(self, length: Tensor) -> int:
         return min(-(-int(length) // self.length_multiple) * self.length_multiple, self.corpus.context_length)
@@ -135,10 +141,12 @@ class CorpusLoader(BatchLoader):
     def crop_images(self, chosen: Tensor, crops: Tensor) -> Tensor:
         """Crops [C, 3, H, W] of the pictures of those numbers, normalised; the boxes as `random_crops` gives them."""
         pictures = self.corpus.images[chosen.to(self.corpus.images.device)].to(self.device)
-        return self._normalise(crop_pictures(pictures, self._send(crops), self.image_size))
+        return self._normalise(crop_pictures(pictures, crops, self.image_size))
 
     def _send(self, values: Tensor) -> Tensor:
-        return values.to(self.device, non_blocking=True)
+        """On the device. A GPU reads pinned memory while it computes; with other memory the host would wait for it."""
+        pinned = values.pin_memory() if self.device.type == "cuda" else values
+        return pinned.to(self.device, non_blocking=True)
 
 
 def random_crops(count: int, smallest: float, generator: torch.Generator) -> Tensor:

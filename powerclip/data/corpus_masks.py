@@ -2,7 +2,7 @@
 
 `powerclip.data.masks` does the same for shards, one picture at a time.
 
-Axes: C pictures · K masks, of the picture that has most · M regions · N patches · G cells of a mask's side
+Axes: C pictures · K masks, of the one of them that has most · M regions · N patches · G cells of a mask's side
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CorpusMasks:
     bits: Tensor  # [masks + 1, G, G/8] uint8, the highest bit to the left
     first: Tensor  # [images] number of the first mask of each picture
     counts: Tensor  # [images] masks of each picture
-    most: int  # K
+    most: int  # of any picture
     fallbacks: dict[str, int] = field(default_factory=dict)  # pictures that have no masks by reason
 
     def summary(self) -> str:
@@ -59,25 +59,26 @@ class CorpusMasks:
         Args:
             pictures: their numbers in the corpus [C].
             crops: centre x and y, half width and height [C, 4], the picture being [-1, 1]².
-            draws: random numbers in [0, 1) [C, K]; masks are taken in their order.
+            draws: random numbers in [0, 1) [C, K]; masks are taken in their order. K is at least what each of these
+                pictures has.
             boxes: what stands for missing masks [C, M, N]. The first ones give way to masks.
             grid: rows and columns of patches.
         """
-        group = max(1, _AT_ONCE // max(1, self.most))
+        group = max(1, _AT_ONCE // max(1, draws.shape[1]))
         parts = zip(*(values.split(group) for values in (pictures, crops, draws, boxes)), strict=True)
         return torch.cat([self._choose(grid, *part) for part in parts])
 
     def _choose(self, grid: tuple[int, int], pictures: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor) -> Tensor:
-        patches = crop_masks(self._unpack(pictures), crops, grid)
+        patches = crop_masks(self._unpack(pictures, draws.shape[1]), crops, grid)
         # Those that the crop does not show come last, so that a box takes their place.
         order = draws.where(patches.any(-1), 2).argsort(dim=1, stable=True)[:, : boxes.shape[1]]
         drawn = patches.gather(1, order.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
         replaced, kept = boxes.split([drawn.shape[1], boxes.shape[1] - drawn.shape[1]], 1)
         return torch.cat([drawn.where(drawn.any(-1, keepdim=True), replaced), kept], 1)
 
-    def _unpack(self, pictures: Tensor) -> Tensor:
+    def _unpack(self, pictures: Tensor, most: int) -> Tensor:
         """All masks of some pictures [C, K, G, G], empty ones after the last of each."""
-        place = torch.arange(self.most, device=self.bits.device)
+        place = torch.arange(most, device=self.bits.device)
         first, counts = self.first[pictures, None], self.counts[pictures, None]
         packed = self.bits[(first + place).where(place < counts, len(self.bits) - 1)]
         shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.bits.device)

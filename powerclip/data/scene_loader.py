@@ -15,6 +15,7 @@ from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
 from powerclip.data.scenes import generate, render
 from powerclip.data.stream import BatchLoader, mix, share_of
 from powerclip.data.tokens import CaptionTokenizer, Nodes, pack_phrases
+from powerclip.errors import UserError
 
 
 class SceneLoader(BatchLoader):
@@ -57,7 +58,8 @@ class SceneLoader(BatchLoader):
     ):
         super().__init__(workers)
         if image_size[0] != image_size[1]:
-            raise ValueError(f"scenes are square, image_size {image_size} is not")
+            size = "×".join(map(str, image_size))
+            raise UserError(f"data.source: scenes are square, and the model reads pictures of {size} pixels")
         self.tokenizer = tokenizer
         self.size = image_size[0]
         self.grid, self.batch_size = grid, batch_size

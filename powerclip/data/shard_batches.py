@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,14 +42,12 @@ class RawBatch:
 
     def pin_memory(self) -> RawBatch:
         """The same in memory that a GPU can read while it computes."""
-        parts = {part.name: getattr(self.phrases, part.name) for part in fields(self.phrases)}
-        pinned: dict[str, Any] = {name: part.pin_memory() for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(
             self,
             images=self.images.pin_memory(),
             tokens=self.tokens.pin_memory(),
             regions=self.regions.pin_memory(),
-            phrases=replace(self.phrases, **pinned),
+            phrases=self.phrases.map(Tensor.pin_memory),
         )
 
 

@@ -20,7 +20,10 @@ from powerclip.errors import UserError
 
 
 def check_vision_tower(visual: Any) -> None:
-    """Raise `UserError` when `visual` has no patches that live in the same space as its global embedding."""
+    """Raise `UserError` when `visual` has no patches that live in the same space as its global embedding.
+
+    Also when its patches do not fill its pictures.
+    """
     from open_clip.transformer import VisionTransformer
 
     if not isinstance(visual, VisionTransformer):
@@ -37,6 +40,10 @@ def check_vision_tower(visual: Any) -> None:
         raise UserError(
             f"the image tower has pool_type {visual.pool_type!r} and so no global embedding (choose 'tok' or 'avg')"
         )
+    # Pixels beyond the last whole patch would belong to none, and regions and heatmaps spread the grid over all pixels.
+    if any(size % patch for size, patch in zip(visual.image_size, visual.patch_size, strict=True)):
+        size, patch = ("×".join(map(str, sides)) for sides in (visual.image_size, visual.patch_size))
+        raise UserError(f"vision_cfg.image_size ({size}) must be a multiple of vision_cfg.patch_size ({patch})")
 
 
 def dropout_selector(visual: Any) -> RandomPatches | None:

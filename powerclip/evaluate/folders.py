@@ -15,7 +15,7 @@ import csv
 import io
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from powerclip.alignment.trees import shorten
-from powerclip.data.corpus import IMAGE_SUFFIXES
+from powerclip.data.captions import IMAGE_SUFFIXES, captions_in, split_member
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
 from powerclip.evaluate.composition import KINDS
@@ -230,15 +230,14 @@ def _read_tar(tar: Path, samples: dict[tuple[Path, str], _Sample]) -> None:
             for member in file:
                 if not member.isfile():
                     continue
-                stem, _, suffix = member.name.rpartition("/")[2].partition(".")
-                sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{stem}"), _Sample())
-                suffix = suffix.lower()
+                key, suffix = split_member(member.name)
+                sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{key}"), _Sample())
                 if suffix in IMAGE_SUFFIXES:
                     sample.picture = Member(tar, member.name, member.offset_data, member.size)
                 elif suffix in ("cls", "npy", "txt", "json"):
                     opened = file.extractfile(member)
                     _note(sample, suffix, opened.read() if opened else b"")
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
 
 
@@ -252,10 +251,7 @@ def _note(sample: _Sample, suffix: str, content: bytes) -> None:
     elif suffix == "txt":
         sample.captions = [line.strip() for line in content.decode("utf-8").splitlines() if line.strip()]
     else:
-        fields = json.loads(content)
-        found = fields.get("captions") or fields.get("caption") if isinstance(fields, Mapping) else None
-        listed = found if isinstance(found, list) else [found]
-        sample.captions = sample.captions or [one for one in listed if isinstance(one, str) and one.strip()]
+        sample.captions = sample.captions or [caption for _, caption in captions_in(json.loads(content))]
 
 
 def _retrieval(pictures: FilePictures | TarPictures, captions: Sequence[Sequence[str]]) -> CaptionRetrieval:

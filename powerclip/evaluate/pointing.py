@@ -21,11 +21,6 @@ def cells_in_boxes(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     return inside_y[:, :, None] & inside_x[:, None, :]
 
 
-def pointing_hits(heatmaps: Tensor, boxes: Tensor) -> Tensor:
-    """Whether the maximum of each heatmap [T, rows, columns] lies in its box [T, 4]: [T] bool."""
-    return hits_cells(heatmaps, cells_in_boxes(boxes, (heatmaps.shape[1], heatmaps.shape[2])))
-
-
 def hits_cells(heatmaps: Tensor, inside: Tensor) -> Tensor:
     """Whether the maximum of each heatmap [T, rows, columns] is one of its patches `inside`: [T] bool.
 

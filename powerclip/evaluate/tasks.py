@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from powerclip.alignment.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
@@ -22,7 +21,7 @@ from powerclip.evaluate.embeddings import BATCH, device_of
 from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
 from powerclip.evaluate.pictures import Pictures
 from powerclip.evaluate.probe import ProbeSettings, train_probe
-from powerclip.evaluate.zero_shot import top_accuracy
+from powerclip.evaluate.zero_shot import class_embeddings, top_accuracy
 
 Metrics = dict[str, float | None]
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the picture
@@ -50,7 +49,7 @@ class Classification:
     def score(self, embedder: Embedder) -> Scored:
         """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
         _check_labels(self.labels, len(self.classes))
-        directions = class_directions(embedder, self.classes, self.templates)
+        directions = class_embeddings(embedder.texts, self.classes, self.templates)
         images = embedder.pictures(self.pictures)
         vectors, labels = images.vectors[images.readable], self.labels[images.readable]
         if labels.ndim == 2:
@@ -216,17 +215,6 @@ def _tree(caption: str, span: Span) -> Tree:
 
 
 Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame
-
-
-def class_directions(embedder: Embedder, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """One direction for each class [classes, D]: its prompts normalised, averaged, normalised again."""
-    if not classes or not templates:
-        raise UserError("zero-shot classification needs at least one class name and one template")
-    wrong = [template for template in templates if "{c}" not in template]
-    if wrong:
-        raise UserError(f"template {wrong[0]!r} has no {{c}} for the class name")
-    prompts = embedder.texts([template.replace("{c}", name) for name in classes for template in templates])
-    return normalize(normalize(prompts, dim=-1).unflatten(0, (len(classes), len(templates))).mean(1), dim=-1)
 
 
 def classification_metrics(scores: Tensor, labels: Tensor) -> Metrics:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from powerclip.errors import UserError
 
 
 def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str]) -> Tensor:
@@ -16,17 +17,17 @@ def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str]
         encode: embeds a list of captions, [captions, D].
         names: the class names.
         templates: sentences with `{c}` where the class name goes, as clip-benchmark writes them.
+
+    Raises:
+        UserError: there is no class or no template, or a template has no place for the name.
     """
     if not names or not templates:
-        raise ValueError("zero-shot classification needs at least one class name and one template")
+        raise UserError("zero-shot classification needs at least one class name and one template")
     missing = [template for template in templates if "{c}" not in template]
     if missing:
-        raise ValueError(f"template {missing[0]!r} has no {{c}} for the class name")
-    classes = []
-    for name in names:
-        prompts = encode([template.replace("{c}", name) for template in templates])
-        classes.append(normalize(prompts, dim=-1).mean(0))
-    return normalize(torch.stack(classes), dim=-1)
+        raise UserError(f"template {missing[0]!r} has no {{c}} for the class name")
+    prompts = encode([template.replace("{c}", name) for name in names for template in templates])
+    return normalize(normalize(prompts, dim=-1).unflatten(0, (len(names), len(templates))).mean(1), dim=-1)
 
 
 def accuracy(images: Tensor, classes: Tensor, labels: Tensor, cutoffs: Sequence[int] = (1, 5)) -> dict[int, float]:

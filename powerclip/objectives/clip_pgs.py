@@ -23,7 +23,7 @@ from powerclip.objectives.selection.clusters import anchor_count, anchor_similar
 from powerclip.objectives.selection.edges import edge_strength
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.selection.transport import balance
-from powerclip.objectives.settings import check_least, check_positive, check_share
+from powerclip.objectives.settings import check_finite, check_least, check_positive, check_share
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class ClipPgsSettings:
         check_share("anchors", self.anchors, above=0)
         check_share("ratio", self.ratio)
         check_share("least", self.least)
+        if self.threshold is not None:
+            check_finite("threshold", self.threshold)
         check_share("edge", self.edge)
         check_positive("epsilon", self.epsilon)
         check_least("iterations", self.iterations, 0)

@@ -20,7 +20,7 @@ from powerclip.encoders.selector import PatchContext
 from powerclip.objectives.masked import MaskedClip
 from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
-from powerclip.objectives.settings import check_share
+from powerclip.objectives.settings import check_finite, check_share
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class EClipSettings:
         check_share("anchors", self.anchors, above=0)
         check_share("ratio", self.ratio)
         check_share("least", self.least)
+        if self.threshold is not None:
+            check_finite("threshold", self.threshold)
 
 
 class EClip(MaskedClip):

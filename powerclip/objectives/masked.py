@@ -49,12 +49,6 @@ class MaskedClip(Clip):
         chosen = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
         return Plan(kept=chosen.kept, shown=chosen.shown)
 
-    @torch.no_grad()
-    def select(self, context: PatchContext, grid: tuple[int, int]) -> Selection:
-        """The patches that stay, drawn with torch's own generator."""
-        drawn, noise = torch.rand(2, *context.patches.shape[:2], device=context.patches.device)
-        return self.choose(*self.look(context, grid, drawn), noise)
-
     def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = ALONE) -> Selection:
         """The patches that are far from every anchor."""
         settings = self.settings

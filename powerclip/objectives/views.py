@@ -16,11 +16,6 @@ from torch import Tensor
 ASPECT = math.log(4 / 3)  # crops are at most this much wider than high, or higher than wide
 
 
-def draw_crops(count: int, smallest: float, device: torch.device) -> Tensor:
-    """Random crops [C, 4], drawn with torch's own generator."""
-    return shape_crops(torch.rand(4, count, device=device).T, smallest)
-
-
 def shape_crops(noise: Tensor, smallest: float) -> Tensor:
     """The crops [C, 4] of uniform numbers [C, 4]: area from `smallest` to 1, the shape's logarithm, then the place."""
     area, shape, left, top = noise.unbind(dim=1)

@@ -41,7 +41,7 @@ from powerclip.train.results import Results, read_results, seconds_per_step, wri
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.sharding import clip_gradients, whole_encoder
 from powerclip.train.signals import Signals, Stopped, Wish
-from powerclip.train.state import TrainState, start
+from powerclip.train.state import TrainState, choose_device, start
 from powerclip.train.statistics import batch_statistics, memory
 from powerclip.train.towers import is_compiled
 from powerclip.train.wandb_log import WandbLog, require_wandb
@@ -127,10 +127,12 @@ def run(
         require_wandb()
     # What can be wrong with a recipe shows here, before anything is written.
     ranks.together(lambda: check_inputs(recipe))
-    state = ranks.together(lambda: start(recipe, ranks))
     if resume and folder.finished:
+        # Before the run is made: it may have been one for another machine.
+        device = ranks.together(lambda: choose_device(settings.device, ranks))
         progress.say(f"{folder.root} is finished: nothing to resume")
-        return finished_run(folder, state.device)
+        return finished_run(folder, device)
+    state = ranks.together(lambda: start(recipe, ranks))
     note_squashing(recipe, state.encoder)
     store = store or CorpusStore(progress.say)
     compiled = is_compiled(settings, state.device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from powerclip.alignment.backends import choose
 from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.self_attention import attend_without_copies
 from powerclip.errors import UserError
@@ -75,10 +76,11 @@ class TrainState:
 
 
 def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
-    """A run at step 0: weights drawn from `train.seed`, or pretrained ones."""
+    """A run at step 0: weights drawn from `train.seed`, or pretrained ones. UserError when it cannot run here."""
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
     device = choose_device(settings.device, ranks)
+    check_backend(recipe, device)
     random.seed(settings.seed)
     torch.manual_seed(settings.seed % 2**63)  # seeds of any size, as everywhere
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
@@ -104,6 +106,16 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
         towers = wrap(bare, device, ranks)
     optimizer = make_optimizer([encoder, objective], recipe.optim)
     return TrainState(0, device, encoder, objective, optimizer, bare, towers, ranks)
+
+
+def check_backend(recipe: Recipe, device: torch.device) -> None:
+    """UserError when the alignment is to be scored by a backend that cannot do it on this device."""
+    if recipe.objective != "powerclip":
+        return
+    try:
+        choose(recipe.alignment, device)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:

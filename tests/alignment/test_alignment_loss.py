@@ -181,7 +181,8 @@ def test_mean_similarity_divides_nodes_by_leaves_and_scores_by_regions():
     patches, words = torch.randn(4, 9, 8, generator=generator), torch.randn(4, 12, 8, generator=generator)
     masks = random_boxes(4, 5, (3, 3), generator)
     sums, means = (embed_parts(patches, masks, words, phrases, AlignmentConfig(similarity=s)) for s in ("sum", "mean"))
-    torch.testing.assert_close(means.nodes * phrases.node_sizes.unsqueeze(-1), sums.nodes)
+    sizes = phrases.node_end - phrases.node_start
+    torch.testing.assert_close(means.nodes * sizes.unsqueeze(-1), sums.nodes)
     q = torch.randn(len(sums.nodes), 3, 5)
     torch.testing.assert_close(
         aggregate(q, sums.segments, AlignmentConfig(similarity="mean", largest_set=0)) * 5,

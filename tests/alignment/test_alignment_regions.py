@@ -58,6 +58,21 @@ def test_a_centred_region_is_the_region_of_patches_less_their_mean(centre, over)
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_region_that_covers_the_image_is_zero_less_the_mean_of_the_image(dtype):
+    masks = boxes(count=3, regions=4)
+    masks[0, 1] = masks[2, 3] = True
+    whole = masks.all(-1)
+    patches = (5 + torch.randn(3, 35, 8, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    embedded = embed_regions(patches, masks, "image")
+    assert (embedded[whole] == 0).all()
+    torch.testing.assert_close(embedded[~whole].norm(dim=-1), torch.ones(10))
+    (gradient,) = torch.autograd.grad(embedded[whole].sum(), patches)
+    assert (gradient == 0).all()
+    for centre in ("none", "batch"):
+        torch.testing.assert_close(embed_regions(patches, masks, centre).norm(dim=-1), torch.ones(3, 4))
+
+
 def test_bf16_patches_are_summed_in_float32_and_get_a_bf16_gradient():
     masks = boxes(count=3, regions=4)
     patches = torch.randn(3, 35, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()

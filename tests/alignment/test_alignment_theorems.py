@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from alignment_examples import random_segments, random_similarities, random_trees
 
-from powerclip.alignment import embed_leaves, embed_nodes
-from powerclip.alignment.nla import log_cosh, log_powerset, nla, nla_t1, nla_t2
+from powerclip.alignment import Phrases, embed_leaves, embed_nodes
+from powerclip.alignment.nla import Activation, log_cosh, log_powerset, nla_t1, nla_t2
 from powerclip.alignment.powerset import exact_r2t, exact_t2r, set_similarities
-from powerclip.alignment.ragged import segment_max
+from powerclip.alignment.ragged import segment_max, segment_sum
 from powerclip.alignment.regions import embed_region_sets
 
 SEEDS = range(5)
@@ -130,6 +130,21 @@ def test_bilinearity_the_similarity_of_a_set_with_a_node_is_the_sum_over_members
     nodes = embed_nodes(embed_leaves(torch.randn(3, 12, 8, generator=generator), phrases), phrases)
     direct = torch.einsum("bad,td->tba", embed_region_sets(regions), nodes)  # Eq. 5 on Eqs. 1 and 3
     torch.testing.assert_close(set_similarities(torch.einsum("bmd,td->tbm", regions, nodes)), direct)
+
+
+def nla(
+    s0: torch.Tensor, phrases: Phrases, sigma1: Activation, sigma2: Activation, sigma3: Activation, alpha: float
+) -> torch.Tensor:
+    """§4.1, literally: three layers, each a sum and an activation, from leaf similarities [P, B, M] to [S, B]."""
+    captions, first = phrases.node_segments, phrases.leaf_offsets
+    leaves = [
+        range(int(first[c] + start), int(first[c] + end))
+        for c, start, end in zip(captions.index, phrases.node_start, phrases.node_end, strict=True)
+    ]
+    s1 = torch.stack([sigma1(sum((s0[leaf] for leaf in node), torch.zeros_like(s0[0]))) for node in leaves])
+    s2 = sigma2(s1.sum(-1))  # over regions
+    total = segment_sum(s2, captions)
+    return sigma3(total / captions.lengths_like(total) ** (1 - alpha))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -233,6 +233,15 @@ def test_a_run_that_fails_is_noted_and_the_rest_goes_on(folder):
     assert "| wild | – |" in table
 
 
+def test_a_backend_that_cannot_run_here_fails_its_setting_alone_and_leaves_no_run(folder, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (folder / "study.yaml").write_text(STUDY + "  fused: {alignment: {backend: triton}}\n")
+    outcomes, printed = run(read_study([str(folder / "study.yaml")]).only(["fused"]), folder / "out", [0])
+    assert isinstance(outcomes["clip"][0], Results)
+    assert "fused, seed 0: failed: alignment.backend: triton" in printed
+    assert not (folder / "out" / "fused").exists()
+
+
 def test_when_every_run_fails_the_study_fails(folder):
     study = read_study([str(folder / "study.yaml")], ["data.shards=nowhere/*.tar"])
     with pytest.raises(UserError, match=r"every run failed; the first: data\.shards: nothing matches"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from powerclip.data.captions import content_hash, read_captions, split_member
+from powerclip.data.captions import content_hash, number_captions, read_captions, split_member
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,11 @@ def test_captions_come_from_text_and_from_both_fields_of_json():
     assert read_captions(b"  a dog \n", "txt") == ["a dog"]
     assert read_captions(json.dumps({"captions": ["a", "", 3, " b "]}).encode(), "json") == ["a", " b "]
     assert read_captions(json.dumps({"caption": "a", "captions": []}).encode(), "json") == ["a"]
+
+
+def test_a_caption_has_the_number_of_its_place_whatever_is_left_out_before_it():
+    assert number_captions(json.dumps({"captions": ["", "a", 3, "b"]}).encode(), "json") == [(1, "a"), (3, "b")]
+    assert number_captions(b"a dog", "txt") == [(0, "a dog")]
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[1]", b"{", b"null", b'{"caption": null}', b"[" * 100_000])

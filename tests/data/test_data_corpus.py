@@ -67,7 +67,13 @@ def test_a_caption_keeps_its_number_when_one_before_it_is_empty(tmp_path):
     assert corpus.trees == [parse_bracketed("(NP a dog)", "a dog")]
 
 
-@pytest.mark.parametrize("content", ["", "{", '"a dog"', "[1]", '{"captions": 5}', '{"caption": ""}', "{}"])
+NESTED = "[" * 100_000  # deeper than json goes
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", '"a dog"', "[1]", '{"captions": 5}', '{"caption": ""}', "{}", pytest.param(NESTED, id="nested")],
+)
 def test_samples_that_cannot_be_used_are_counted_and_left_out(tmp_path, content):
     members = [
         ("good.png", png()),

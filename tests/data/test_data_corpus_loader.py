@@ -97,7 +97,9 @@ def test_a_caption_is_one_of_its_picture_and_all_are_shown_in_time(corpus, token
 def test_a_stream_is_the_same_however_many_threads_make_it(corpus, tokenizer, workers):
     made = loader(corpus, tokenizer, workers=workers)
     reference = loader(corpus, tokenizer)
-    assert all(same(batch, reference.batch(step)) for step, batch in enumerate(made.stream(0, 7)))
+    streamed = list(made.stream(0, 7))
+    assert len(streamed) == 7
+    assert all(same(batch, reference.batch(step)) for step, batch in enumerate(streamed))
 
 
 def test_seeds_say_which_pictures_and_which_parts_of_them(corpus, tokenizer):

@@ -12,6 +12,7 @@ from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.scenes import generate, render
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -107,5 +108,5 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
 
 
 def test_pictures_that_are_not_square_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="square"):
+    with pytest.raises(UserError, match="scenes are square, and the model reads pictures of 32×64 pixels"):
         loader(tokenizer, image_size=(32, 64))

@@ -84,6 +84,11 @@ def changed(part: str, **settings):
             r"vision_cfg.width \(32\) must be a multiple of vision_cfg.head_width \(64\)",
         ),
         (changed("text_cfg", heads=3), r"text_cfg.width \(40\) must be a multiple of text_cfg.heads \(3\)"),
+        (
+            changed("vision_cfg", image_size=[32, 44]),
+            r"vision_cfg.image_size \(32×44\) must be a multiple of vision_cfg.patch_size \(8×8\)",
+        ),
+        (changed("vision_cfg", image_size=4), r"image_size \(4×4\) must be a multiple of .*patch_size \(8×8\)"),
         (changed("vision_cfg", pool_type="sum"), "cannot be built"),
         (changed("vision_cfg", pool_type="none"), "the image tower has pool_type 'none'"),
         (changed("vision_cfg", attentional_pool=True, attn_pooler_heads=2), "pools by attention"),

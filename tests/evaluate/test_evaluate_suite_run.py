@@ -114,6 +114,14 @@ def test_data_that_cannot_be_used_is_one_clear_line(name, content, message, tmp_
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000], ids=["torn", "nested"])
+def test_captions_in_a_tar_that_cannot_be_read_are_one_clear_line(tmp_path, content):
+    drawn = picture(tmp_path / "drawn.png", 0).read_bytes()
+    with pytest.raises(UserError, match=r"0\.tar cannot be read") as caught:
+        read_path(write_shard(tmp_path / "0.tar", [("a.png", drawn), ("a.json", content)]))
+    assert "\n" not in str(caught.value)
+
+
 def test_class_names_in_another_encoding_are_one_clear_line(tmp_path):
     (class_folders(tmp_path, 1) / "classnames.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(UserError, match=r"classnames\.txt: not a text in UTF-8"):

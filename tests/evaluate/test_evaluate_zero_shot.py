@@ -2,23 +2,31 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from powerclip.errors import UserError
 from powerclip.evaluate.zero_shot import accuracy, class_embeddings
 
 
 def test_a_class_is_the_normalised_mean_of_its_normalised_prompts():
     vectors = {"a photo of a dog": [2.0, 0.0], "art of a dog": [0.0, 0.5]}
+    vectors |= {"a photo of a cat": [-3.0, 0.0], "art of a cat": [-0.1, 0.0]}
     classes = class_embeddings(
         lambda captions: torch.tensor([vectors[c] for c in captions]),
-        ["dog"],
+        ["dog", "cat"],
         ["a photo of a {c}", "art of a {c}"],
     )
     # The long prompt must not outweigh the short one.
-    torch.testing.assert_close(classes, torch.tensor([[0.5**0.5, 0.5**0.5]]))
+    torch.testing.assert_close(classes, torch.tensor([[0.5**0.5, 0.5**0.5], [-1.0, 0.0]]))
 
 
 def test_a_template_without_a_place_for_the_name_is_refused():
-    with pytest.raises(ValueError, match="a photo"):
+    with pytest.raises(UserError, match=r"'a photo' has no \{c\}"):
         class_embeddings(lambda captions: torch.zeros(len(captions), 2), ["dog"], ["a photo"])
+
+
+@pytest.mark.parametrize(("names", "templates"), [([], ["a {c}"]), (["dog"], [])])
+def test_no_class_or_no_template_is_refused(names, templates):
+    with pytest.raises(UserError, match="at least one class name and one template"):
+        class_embeddings(lambda captions: torch.zeros(len(captions), 2), names, templates)
 
 
 def test_accuracy_equals_a_loop_over_topk():

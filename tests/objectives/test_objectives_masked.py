@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_batches import tiny_batch, tiny_encoder
+from tiny_batches import CONFIG, tiny_batch, tiny_encoder
 
-from powerclip.encoders import PatchContext
+from powerclip.encoders import DualEncoder, build
+from powerclip.encoders.vision import embed_image
 from powerclip.objectives import (
     Clip,
     ClipPgs,
@@ -19,20 +20,32 @@ from powerclip.objectives import (
     build_objective,
     encode,
 )
+from powerclip.objectives.masked import MaskedClip
+from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection import balance, edge_strength, embedding_similarity, pixel_similarity
 
 GRID = (8, 8)
 
 
-def context(count: int = 6, seed: int = 0) -> PatchContext:
-    generator = torch.Generator().manual_seed(seed)
-    return PatchContext(
-        torch.randn(count, 3, 64, 64, generator=generator), torch.randn(count, 64, 16, generator=generator)
-    )
+def tower(seed: int = 0) -> DualEncoder:
+    """An encoder with GRID patches."""
+    torch.manual_seed(seed)
+    return build(config={**CONFIG, "vision_cfg": {**CONFIG["vision_cfg"], "image_size": 64}}).train()
 
 
-def visible(selection) -> list[set[int]]:
-    return [set(row[show].tolist()) for row, show in zip(selection.kept, selection.shown, strict=True)]
+def pictures(count: int = 6) -> torch.Tensor:
+    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def planned(objective: MaskedClip, images: torch.Tensor, encoder: DualEncoder | None = None) -> Plan:
+    """What the objective does with images; the same is drawn each time."""
+    encoder = encoder or tower()
+    drawn = objective.draw(encoder, len(images), Draws(images.device, torch.Generator().manual_seed(0)))
+    return objective.plan(encoder, images, drawn)
+
+
+def visible(plan: Plan) -> list[set[int]]:
+    return [set(row[show].tolist()) for row, show in zip(plan.kept, plan.shown, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "most"), [("flip", 8), ("e_clip", 11), ("clip_pgs", 11), ("a_clip", 8)])
@@ -77,50 +90,42 @@ def test_flips_tuning_has_a_learning_rate_of_its_own():
 
 
 def test_e_clip_masks_by_pixels_unless_told_otherwise():
-    one, other = context(), context()
-    other = PatchContext(other.images, torch.randn(6, 64, 16))
     objective = EClip()
     objective.progress(9, 10)
-    chosen = []
-    for seen in (one, other):
-        torch.manual_seed(0)
-        chosen.append(visible(objective.select(seen, GRID)))
-    assert chosen[0] == chosen[1]
+    one, other = (visible(planned(objective, pictures(), tower(seed))) for seed in (0, 1))
+    assert one == other
 
 
 def test_e_clip_moves_from_pixels_to_embeddings_when_told_so():
     objective = EClip(EClipSettings(embedding=True))
-    seen = context()
-    torch.manual_seed(0)
-    expected = visible(EClip().select(seen, GRID))
+    expected = visible(planned(EClip(), pictures()))
     found = []
     for step in (0, 10):
         objective.progress(step, 10)
-        torch.manual_seed(0)
-        found.append(visible(objective.select(seen, GRID)))
+        found.append(visible(planned(objective, pictures())))
     assert found[0] == expected
     assert found[1] != expected
 
 
 def test_e_clip_masks_half_of_all_patches_and_a_third_of_each_image():
-    chosen = EClip(EClipSettings(least=0.3)).select(context(40), GRID)
+    chosen = planned(EClip(EClipSettings(least=0.3)), pictures(40))
     assert chosen.kept.shape == (40, 44)
     assert chosen.shown.float().sum() / (40 * 64) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_fixed_threshold_replaces_the_search():
-    assert EClip(EClipSettings(threshold=1.1)).select(context(), GRID).shown.all()
+    assert planned(EClip(EClipSettings(threshold=1.1)), pictures()).shown.all()
     # Everything is masked: one patch is shown all the same.
-    assert (EClip(EClipSettings(threshold=-1.1)).select(context(), GRID).shown.sum(1) == 1).all()
+    assert (planned(EClip(EClipSettings(threshold=-1.1)), pictures()).shown.sum(1) == 1).all()
 
 
 # ---- CLIP-PGS --------------------------------------------------------------------------------------------------------
 
 
 def test_clip_pgs_never_masks_an_edge():
-    seen = context(20)
-    chosen = ClipPgs().select(seen, GRID)
-    edges = edge_strength(seen.images, GRID) > 0.5
+    images = pictures(20)
+    chosen = planned(ClipPgs(), images)
+    edges = edge_strength(images, GRID) > 0.5
     assert edges.any(1).all()
     for shown, strong in zip(visible(chosen), edges, strict=True):
         assert set(strong.nonzero().flatten().tolist()) <= shown
@@ -128,29 +133,34 @@ def test_clip_pgs_never_masks_an_edge():
 
 @pytest.mark.parametrize(("least", "most"), [(0.3, 44), (0.5, 32)])
 def test_clip_pgs_has_two_variants(least, most):
-    chosen = ClipPgs(ClipPgsSettings(least=least)).select(context(), GRID)
+    chosen = planned(ClipPgs(ClipPgsSettings(least=least)), pictures())
     assert chosen.kept.shape == (6, most)
     assert (chosen.shown.sum(1) <= most).all()
 
 
 def test_clip_pgs_masks_by_the_balanced_mixture():
-    seen, objective = context(), ClipPgs(ClipPgsSettings(edge=1.0, least=0.0))
+    images, encoder, objective = pictures(), tower(), ClipPgs(ClipPgsSettings(edge=1.0, least=0.0))
     objective.progress(3, 10)
-    torch.manual_seed(0)
-    found = visible(objective.select(seen, GRID))
-    torch.manual_seed(0)
-    draw, _ = torch.rand(2, 6, 64)
-    anchors = draw.argsort(1)[:, :4]  # 5 % of 64
-    mixture = 0.3 * embedding_similarity(seen.patches) + 0.7 * pixel_similarity(seen.images, GRID)
+    found = visible(planned(objective, images, encoder))
+    drawn = torch.rand(6, 2, 64, generator=torch.Generator().manual_seed(0))
+    anchors = drawn[:, 0].argsort(1)[:, :4]  # 5 % of 64
+    _, patches = embed_image(encoder.clip.visual, images)
+    mixture = 0.3 * embedding_similarity(patches) + 0.7 * pixel_similarity(images, GRID)
     plan = balance(mixture)
     near = torch.stack([plan[c, anchors[c]].amax(0).scatter(0, anchors[c], 9.0) for c in range(6)])
     limit = near.flatten().sort().values[6 * 32 - 1]  # half of all patches lie above
     assert found == [set((row <= limit).nonzero().flatten().tolist()) for row in near]
 
 
-def test_similarities_take_no_gradient():
-    encoder, batch = tiny_encoder(), tiny_batch(4)
-    images = batch.images.clone().requires_grad_()
-    for objective in (EClip(EClipSettings(embedding=True)), ClipPgs()):
-        chosen = objective.select(PatchContext(images, torch.randn(4, 16, 8, requires_grad=True)), encoder.grid)
-        assert not chosen.kept.requires_grad
+@pytest.mark.parametrize("objective", [EClip(EClipSettings(embedding=True)), ClipPgs()], ids=["e_clip", "clip_pgs"])
+def test_similarities_take_no_gradient(monkeypatch, objective):
+    look, near = objective.look, []
+
+    def watched(*arguments):
+        near.append(look(*arguments)[0])
+        return look(*arguments)
+
+    monkeypatch.setattr(objective, "look", watched)
+    planned(objective, pictures(4).requires_grad_())
+    assert len(near) == 1
+    assert not near[0].requires_grad

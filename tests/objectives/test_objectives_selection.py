@@ -10,17 +10,18 @@ from torch.nn.functional import cosine_similarity
 
 from powerclip.objectives.selection import (
     anchor_count,
+    anchor_similarity,
     balance,
     draw_anchors,
     edge_strength,
     embedding_similarity,
     kept_cells,
     kept_count,
+    mask_near,
     pixel_similarity,
     resample_scores,
     search_threshold,
     select_attentive,
-    select_clusters,
     split_patches,
 )
 
@@ -37,6 +38,11 @@ def test_a_patch_is_its_pixels():
     patches = split_patches(images, (2, 3))
     assert patches.shape == (2, 6, 3 * 4 * 4)
     assert torch.equal(patches[1, 4], images[1, :, 4:8, 4:8].flatten())
+
+
+def test_pixels_that_no_patch_has_are_an_error_and_not_other_patches():
+    with pytest.raises(RuntimeError, match="shape"):
+        split_patches(rand(1, 3, 20, 20), (3, 3))
 
 
 def test_pixel_similarity_is_the_cosine_of_standardised_patches():
@@ -106,7 +112,8 @@ def test_a_patch_that_is_like_an_anchor_goes(seed, keep, threshold, anchors, edg
     noise = rand(3, 12, seed=seed + 1)
     protected = rand(3, 12, seed=seed + 2) < 0.3 if edges else None
     drawn = draw_anchors(rand(3, 12, seed=seed + 3), anchors, protected)
-    found = select_clusters(similarity, drawn, noise, keep, threshold=threshold, protected=protected)
+    near = anchor_similarity(similarity, drawn, protected)
+    found = mask_near(near, noise, keep, threshold=threshold, protected=protected)
     assert found.kept.shape == found.shown.shape == (3, keep)
     assert (found.kept.diff(dim=1) > 0).all()
     expected = literal_clusters(similarity, drawn.tolist(), noise, keep, threshold, protected)
@@ -138,7 +145,8 @@ def test_a_share_that_is_masked_anyway_needs_no_threshold():
 
 def test_clusters_of_the_whole_batch_are_half_of_it_but_images_differ():
     similarity = pixel_similarity(rand(20, 3, 32, 32), (8, 8))
-    found = select_clusters(similarity, draw_anchors(rand(20, 64), 2), rand(20, 64, seed=1), 64, ratio=0.5)
+    near = anchor_similarity(similarity, draw_anchors(rand(20, 64), 2))
+    found = mask_near(near, rand(20, 64, seed=1), 64, ratio=0.5)
     shares = found.shown.float().mean(1)
     assert shares.mean() == pytest.approx(0.5, abs=0.01)
     assert shares.std() > 0.005

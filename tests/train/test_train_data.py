@@ -45,6 +45,12 @@ def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused_before_anything_is_w
     assert not (tmp_path / "run").exists()
 
 
+def test_scenes_for_a_model_whose_pictures_are_not_square_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"data\.source: scenes are square, .* 32×48 pixels"):
+        train(tiny(tmp_path, "model.config.vision_cfg.image_size=[32, 48]"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_compiled_towers_see_few_different_lengths(tmp_path, mini_corpus):
     for settings in ([], corpus_settings(mini_corpus)):
         recipe = tiny(tmp_path, *settings)

@@ -97,6 +97,12 @@ def test_a_model_that_cannot_be_built_is_refused(tmp_path):
         said(tiny(tmp_path, "model.config.vision_cfg.hed_width=8"), tmp_path / "run")
 
 
+def test_a_backend_that_cannot_run_here_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match=r"alignment\.backend: triton"):
+        said(tiny(tmp_path, "alignment.backend=triton"), tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(41, "41 s"), (119, "119 s"), (600, "10.0 min"), (3 * 86400, "3.0 days")]
 )

@@ -144,6 +144,30 @@ def test_what_is_wrong_with_a_recipe_shows_before_anything_is_written(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_backend_that_cannot_run_here_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match=r"alignment\.backend: triton .*; use auto, torch or reference") as caught:
+        train(tiny(tmp_path, "alignment.backend=triton"), tmp_path / "run", quiet=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_backend_that_the_objective_does_not_use_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    recipe = tiny(tmp_path, "objective=clip", "alignment.backend=triton", "train.steps=1")
+    assert train(recipe, tmp_path / "run", quiet=True).folder.finished
+
+
+def test_a_run_that_was_finished_on_a_gpu_can_be_read_without_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    train(tiny(tmp_path, "train.steps=1"), tmp_path / "run", quiet=True)
+    noted = tmp_path / "run" / "recipe.yaml"
+    assert "backend: auto" in noted.read_text()
+    noted.write_text(noted.read_text().replace("backend: auto", "backend: triton"))
+    recipe = tiny(tmp_path, "train.steps=1", "alignment.backend=triton")
+    assert train(recipe, tmp_path / "run", resume=True, quiet=True).results.steps == 1
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_no_checkpoint(tmp_path):
     def poison(state: TrainState) -> None:
         if state.step == 6:

@@ -159,6 +159,11 @@ def test_a_recipe_holds_all_settings_of_its_objective(tmp_path):
         (["objective=flip", "objective_settings.keep=0"], ["objective_settings.keep", "(0, 1]"]),
         (["objective=e_clip", "objective_settings.least=1.5"], ["objective_settings.least", "[0, 1]"]),
         (["objective=clip_pgs", "objective_settings.epsilon=0"], ["objective_settings.epsilon", "positive"]),
+        (["objective=e_clip", "objective_settings.threshold=.nan"], ["objective_settings.threshold", "finite", "nan"]),
+        (["objective=e_clip", "objective_settings.threshold=.inf"], ["objective_settings.threshold", "finite", "inf"]),
+        (["objective=clip_pgs", "objective_settings.threshold=.nan"], ["objective_settings.threshold", "finite"]),
+        (["objective=clip_pgs", "objective_settings.epsilon=.inf"], ["objective_settings.epsilon", "finite"]),
+        (["objective=sparc", "objective_settings.local_weight=.inf"], ["objective_settings.local_weight", "finite"]),
         (["objective=a_clip", "objective_settings.hidden=0"], ["objective_settings.hidden", "at least 1"]),
         (["objective=clip", "objective_settings.keep=0.5"], ["objective clip has no objective_settings.keep"]),
         (["objective=powerclip", "objective_settings.weight=1"], ["has no objective_settings.weight", "'alignment'"]),
@@ -169,3 +174,4 @@ def test_a_setting_that_cannot_be_is_answered_by_name(tmp_path, overrides, expec
     with pytest.raises(UserError) as caught:
         tiny(tmp_path, *overrides)
     assert all(part in str(caught.value) for part in expected), str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,11 +1,12 @@
-"""Each image's and each caption's hardest negatives, kept while scores stream by: C × C is never in memory.
+"""Each image's and each caption's hardest negatives, kept while scores stream by: c × C is never in memory.
 
-Axes: C pairs of the batch · k negatives of each · R rows, Q columns of one block
+Axes: c images here, of the C pairs of the batch · k negatives of each · R rows, Q columns of one block
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,54 +17,56 @@ from powerclip.alignment.contrast import highest
 BLOCK_ROWS = BLOCK_COLUMNS = 4096
 
 
+@dataclass(frozen=True)
+class Found:
+    """The highest scores of each row, and the columns that have them."""
+
+    scores: Tensor  # [R, k]
+    columns: Tensor  # [R, k]
+
+
 def hardest_pairs(
     score: Callable[[slice, slice], Tensor],
-    count: int,
+    images: range,
+    captions: int,
     k: int,
     rows: int = BLOCK_ROWS,
     columns: int = BLOCK_COLUMNS,
-) -> tuple[Tensor, Tensor]:
-    """The k highest-scored captions of each image and images of each caption, [C, k] both, matched pairs left out.
+) -> tuple[Found, Found]:
+    """The k highest-scored captions of each image [c, k] and images of each caption [C, k], matched pairs left out.
 
-    `score` gives the scores [R, Q] of a block: a range of images with a range of captions.
+    `images` are those here, by their numbers in the batch; where they are fewer than k, a caption gets as many.
+    `score` gives the scores [R, Q] of a block: a range of the images here, counted from 0, with a range of captions.
     """
-    k = min(k, count - 1)
-    captions, images = _Running(count, k), _Running(count, k)
-    for top in range(0, count, rows):
-        some_images = slice(top, min(top + rows, count))
-        for left in range(0, count, columns):
-            some_captions = slice(left, min(left + columns, count))
-            block = score(some_images, some_captions).detach()
-            row = torch.arange(some_images.start, some_images.stop, device=block.device)
-            column = torch.arange(some_captions.start, some_captions.stop, device=block.device)
+    k = min(k, captions - 1)
+    of_images: dict[int, Found] = {}
+    of_captions: dict[int, Found] = {}
+    for top in range(0, len(images), rows):
+        some = images[top : top + rows]
+        for left in range(0, captions, columns):
+            right = min(left + columns, captions)
+            block = score(slice(top, top + len(some)), slice(left, right)).detach()
+            row = torch.arange(some.start, some.stop, device=block.device)
+            column = torch.arange(left, right, device=block.device)
             block = block.masked_fill(row.unsqueeze(-1) == column, -torch.inf)
-            captions.add(block, some_images, column)
-            images.add(block.T, some_captions, row)
-    return captions.found(), images.found()
+            of_images[top] = _merge(of_images.get(top), block, column, k)
+            of_captions[left] = _merge(of_captions.get(left), block.T, row, k)
+    return _joined(of_images.values()), _joined(of_captions.values())
 
 
-class _Running:
-    """The k highest of each of C rows, so far."""
+def _merge(found: Found | None, block: Tensor, names: Tensor, k: int) -> Found:
+    """The k highest of what was found and of scores [R, Q], whose columns are called `names` [Q]."""
+    # First the block's own best, then those against the old ones: the block is read once and not copied.
+    scores, place = highest(block, min(k, block.shape[1]))
+    columns = names[place]
+    if found is None:
+        return Found(scores, columns)
+    scores, columns = torch.cat([found.scores, scores], -1), torch.cat([found.columns, columns], -1)
+    scores, place = highest(scores, min(k, scores.shape[1]))
+    return Found(scores, columns.gather(-1, place))
 
-    def __init__(self, count: int, k: int) -> None:
-        self.count, self.k = count, k
-        self.values: Tensor | None = None  # [C, k]
-        self.index: Tensor | None = None  # [C, k]
 
-    def add(self, block: Tensor, rows: slice, names: Tensor) -> None:
-        """Take in scores [R, Q] of some rows, whose columns are called `names` [Q]."""
-        if self.values is None or self.index is None:
-            self.values = block.new_full((self.count, self.k), -torch.inf)
-            self.index = torch.zeros(self.count, self.k, dtype=torch.long, device=block.device)
-        # First the block's own best, then those against the old ones: the block is read once and not copied.
-        fresh, place = highest(block, min(self.k, block.shape[1]))
-        values = torch.cat([self.values[rows], fresh], -1)
-        index = torch.cat([self.index[rows], names[place]], -1)
-        self.values[rows], best = highest(values, self.k)
-        self.index[rows] = index.gather(-1, best)
-
-    def found(self) -> Tensor:
-        """Columns [C, k] of each row's highest."""
-        if self.index is None:
-            raise ValueError("no block was added")
-        return self.index
+def _joined(parts: Iterable[Found]) -> Found:
+    """Rows of all parts, one after the other."""
+    scores, columns = zip(*((part.scores, part.columns) for part in parts), strict=True)
+    return Found(torch.cat(scores), torch.cat(columns))

@@ -32,24 +32,6 @@ def draw_anchors(noise: Tensor, count: int, protected: Tensor | None = None) -> 
     return noise.topk(count, dim=1, largest=False).indices
 
 
-def select_clusters(
-    similarity: Tensor,
-    anchors: Tensor,
-    noise: Tensor,
-    keep: int,
-    *,
-    ratio: float = 0.5,
-    threshold: float | None = None,
-    protected: Tensor | None = None,
-) -> Selection:
-    """Mask every patch whose similarity [C, N, N] to some anchor [C, A] exceeds a threshold, and the anchors.
-
-    The rest of the arguments is that of `mask_near`.
-    """
-    near = anchor_similarity(similarity, anchors, protected)
-    return mask_near(near, noise, keep, ratio=ratio, threshold=threshold, protected=protected)
-
-
 def anchor_similarity(similarity: Tensor, anchors: Tensor, protected: Tensor | None = None) -> Tensor:
     """Each patch's similarity [C, N] to the nearest anchor: infinite for anchors, −infinite for protected patches."""
     near = similarity.gather(1, anchors.unsqueeze(-1).expand(-1, -1, similarity.shape[1])).amax(dim=1)

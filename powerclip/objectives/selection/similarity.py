@@ -15,8 +15,7 @@ def split_patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = grid
     count, channels, height, width = images.shape
     h, w = height // rows, width // columns
-    # Pixels beyond the last whole patch belong to none, as in the tower's own strided convolution.
-    cells = images[:, :, : rows * h, : columns * w].reshape(count, channels, rows, h, columns, w)
+    cells = images.reshape(count, channels, rows, h, columns, w)
     return cells.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, channels * h * w)
 
 

@@ -40,7 +40,8 @@ FUSED = {
 SUM = {"TILE_A": 32, "TILE_B": 16, "TILE_D": 64, "TOGETHER": pairs.TOGETHER, "PIECE": pairs.PIECE}
 HALVES = {"regions": "*fp16", "nodes": "*fp16"}
 KERNELS = [
-    (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": 1024}, {}),
+    (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": exact_pairs.TILE_SETS}, {}),
+    (exact_pairs._exact_of_pairs, {**PAIR, "M": 14, "TILE_S": exact_pairs.TILE_SETS}, {}),  # 16 tiles of sets
     (exact_r2t._exact_scores, {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True}, {}),
     (nla_gradient._scores, DENSE, {}),
     (nla_gradient._similarity_gradients, DENSE, {}),

@@ -7,6 +7,7 @@ import torch
 from kernel_examples import DEVICE, INSTANCES, assert_scores, instance
 
 from powerclip.alignment import AlignmentConfig
+from powerclip.alignment.kernels import exact_pairs
 from powerclip.alignment.kernels import pairs as module
 from powerclip.alignment.score import score_pairs
 
@@ -145,10 +146,19 @@ def test_approximate_scores_at_the_papers_temperature(name, preset):
 
 
 @pytest.mark.parametrize("empty_set", [False, True])
-@pytest.mark.parametrize("regions", [5, 6, 9])
-def test_more_sets_than_one_tile_holds(regions, empty_set):
+@pytest.mark.parametrize(("regions", "tile", "tiles"), [(5, 16, 2), (6, 16, 4), (9, 128, 4)])
+def test_more_sets_than_one_tile_holds(monkeypatch, regions, tile, tiles, empty_set):
+    used = []
+
+    def score_by(*arguments):
+        used.append(2**regions // arguments[-1]["TILE_S"])
+        return module.score_by(*arguments)
+
+    monkeypatch.setattr(exact_pairs, "TILE_SETS", tile)
+    monkeypatch.setattr(exact_pairs, "score_by", score_by)
     one = instance([3, 6, 1], 4, regions)
     assert_plain_scores(one, *chosen(one), aggregation="exact", t2r=False, similarity="sum", empty_set=empty_set)
+    assert used == [tiles]
 
 
 @pytest.mark.parametrize("piece", [3, 64])
