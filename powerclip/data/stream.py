@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -23,9 +25,12 @@ def killed_workers() -> Iterator[None]:
     """UserError when a process that makes batches has been killed: torch tells of it wherever this process then is."""
     try:
         yield
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, UserError) as error:
+        if "DataLoader worker" not in str(error) and str(error) != WORKER_KILLED:
             raise
+        if threading.current_thread() is threading.main_thread():
+            # Torch would tell of it again when the next process ends, and this one is about to.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise UserError(WORKER_KILLED) from None
 
 
