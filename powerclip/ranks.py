@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+# Before the processes meet: its functions keep the group that they find as a default argument, and with it threads that
+# can abort Python's exit. open_clip imports it whenever a model is first asked for.
+import torch.distributed.nn
 from torch import Tensor
 from torch import distributed as dist
 

@@ -388,6 +388,27 @@ def test_commands_for_one_process_say_so_under_torchrun(monkeypatch, command):
         app([command, *(["quickstart/clip"] if command == "compare" else [])], standalone_mode=False)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names here only on Linux")
+def test_no_thread_of_the_processes_outlives_their_group():
+    # One that does can abort Python's exit. open_clip is imported late, as commands do.
+    script = """
+from pathlib import Path
+from powerclip.ranks import dist
+
+def threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert threads()
+import open_clip
+dist.destroy_process_group()
+print(threads())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_torchrun_trains_and_one_rank_prints(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "powerclip", "train"]
     recipe = ["--recipe", str(write_tiny(tmp_path)), "--output", str(tmp_path / "run"), "train.steps=2"]
