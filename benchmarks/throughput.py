@@ -6,8 +6,9 @@
 
 Both take turns, so that a clock that slows down slows both, and both do what `powerclip train` does in a step. With its
 data a step reads, decodes, crops, draws boxes, packs trees and copies; the step alone goes round a few batches that the
-run has seen, so that captions are as long as there. The share of the two is what the input leaves of the chip. Writes a
-JSON file and a Markdown table.
+run has seen, so that captions are as long as there. The share of the two is what the input leaves of the chip. A third
+turn takes batches and trains nothing: if the input is what is slow, this says how slow. Writes a JSON file and a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, nargs="?", help="a recipe file")
     parser.add_argument("settings", nargs="*", help="settings to change, as data.workers=8")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's recipe, 16 pairs, few steps")
-    parser.add_argument("--steps", type=int, default=40, help="of each in a turn")
+    parser.add_argument("--steps", type=int, default=100, help="of each in a turn; the first few batches lie ready")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=60, help="steps before the first turn; they compile")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
@@ -63,12 +64,12 @@ def main() -> None:
 
 
 def measure(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Images a second of every round, with the data and without."""
+    """Images a second of every round: training with its data, without them, and the data without training."""
     state = start(recipe)
     loader = make_loader(recipe, state.encoder, device=state.device, compiled=is_compiled(recipe.train, state.device))
     recipe = with_steps(recipe, loader)
-    needed = arguments.warmup + arguments.rounds * arguments.steps
-    found: dict[str, list[float]] = {"with its data": [], "the step alone": []}
+    needed = arguments.warmup + 2 * arguments.rounds * arguments.steps
+    found: dict[str, list[float]] = {"with its data": [], "the step alone": [], "the data alone": []}
     kept: list[Batch] = []
     with closing(loader.stream(0, needed)) as stream:
         for batch in itertools.islice(stream, arguments.warmup):
@@ -76,8 +77,9 @@ def measure(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, list[flo
             train_step(state, kept[-1], recipe)
         for _ in range(arguments.rounds):
             there = itertools.islice(itertools.cycle(kept), arguments.steps)
-            found["the step alone"].append(rate(state, recipe, there))
-            found["with its data"].append(rate(state, recipe, moved(stream, arguments.steps, state.device)))
+            found["the step alone"].append(rate(state, there, recipe))
+            found["with its data"].append(rate(state, moved(stream, arguments.steps, state.device), recipe))
+            found["the data alone"].append(rate(state, moved(stream, arguments.steps, state.device)))
             print({name: round(values[-1]) for name, values in found.items()}, flush=True)
     return found
 
@@ -88,12 +90,13 @@ def moved(stream: Iterator[Batch], count: int, device: torch.device) -> Iterator
         yield batch.to(device, non_blocking=True)
 
 
-def rate(state: TrainState, recipe: Recipe, batches: Iterable[Batch]) -> float:
-    """Images a second of a step on each of the batches."""
+def rate(state: TrainState, batches: Iterable[Batch], recipe: Recipe | None = None) -> float:
+    """Images a second of a step on each of the batches; without a recipe, of the batches alone."""
     wait(state.device)
     began, images = time.perf_counter(), 0
     for batch in batches:
-        train_step(state, batch, recipe)
+        if recipe is not None:
+            train_step(state, batch, recipe)
         images += len(batch)
     wait(state.device)
     return images / (time.perf_counter() - began)

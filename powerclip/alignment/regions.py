@@ -25,13 +25,17 @@ def random_boxes(
 
     `largest` is the longest side as a share of the grid's.
     """
+    return boxes_of(draw_boxes(count, regions, generator), grid, largest)
+
+
+def draw_boxes(count: int, regions: int, generator: torch.Generator | None = None) -> Tensor:
+    """The numbers in [0, 1) [4, C, M] that `random_boxes` draws: centre, height, centre, width."""
     device = generator.device if generator is not None else "cpu"
-    draws = [torch.rand(count, regions, generator=generator, device=device) for _ in range(4)]
-    return boxes_of(torch.stack(draws), grid, largest)
+    return torch.stack([torch.rand(count, regions, generator=generator, device=device) for _ in range(4)])
 
 
 def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tensor:
-    """The boxes [C, M, N] that `random_boxes` makes of numbers in [0, 1) [4, C, M]: centre, height, centre, width."""
+    """The boxes [C, M, N] that `random_boxes` makes of the numbers it draws."""
 
     def spans(centre: Tensor, length: Tensor, cells: int) -> Tensor:
         centre, half = centre.unsqueeze(-1) * cells, length.unsqueeze(-1) * cells * largest / 2

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from powerclip.alignment.regions import random_boxes
+from powerclip.alignment.regions import boxes_of, draw_boxes
 from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import Corpus
 from powerclip.data.corpus_masks import CorpusMasks
@@ -105,19 +105,20 @@ class CorpusLoader(BatchLoader):
         draw = torch.rand(self.batch_size, generator=generator)[self._own]
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
         crops = random_crops(self.batch_size, self.crop, generator)[self._own]
-        regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)[self._own]
-        draws = self._mask_draws(chosen, generator)
+        boxes = draw_boxes(self.batch_size, self.regions, generator)[:, self._own]
+        masks = self._mask_draws(chosen, generator)
         lengths, short = corpus.lengths[caption], 0
         if self.sort:
             lengths, by_length = lengths.sort(stable=True)
             chosen, caption, crops = chosen[by_length], caption[by_length], crops[by_length]
-            regions, draws = regions[by_length], draws[by_length]
+            boxes, masks = boxes[:, by_length], masks[by_length]
             short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
         length = self._padded(lengths.max())
         keys = [corpus.keys[i] for i in chosen.tolist()]
-        chosen, crops, regions = self._send(chosen), self._send(crops), self._send(regions)
+        chosen, crops = self._send(chosen), self._send(crops)
+        regions = boxes_of(self._send(boxes), self.grid, self.largest_box)
         if self.masks is not None:
-            regions = self.masks.choose(chosen, crops, self._send(draws), regions, self.grid)
+            regions = self.masks.choose(chosen, crops, self._send(masks), regions, self.grid)
         return Batch(
             images=self.crop_images(chosen, crops),
             tokens=self._send(take_tokens(corpus.tokens, caption, length)),
