@@ -393,15 +393,16 @@ def test_no_thread_of_the_processes_outlives_their_group():
     # One that does can abort Python's exit. open_clip is imported late, as commands do.
     script = """
 from pathlib import Path
-from powerclip.ranks import dist
+from powerclip.ranks import dist, torch
 
 def threads():
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-assert threads()
 import open_clip
+dist.all_reduce(torch.ones(1))
+assert threads()
 dist.destroy_process_group()
 print(threads())
 """
