@@ -105,20 +105,20 @@ class CorpusLoader(BatchLoader):
         draw = torch.rand(self.batch_size, generator=generator)[self._own]
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
         crops = random_crops(self.batch_size, self.crop, generator)[self._own]
-        boxes = draw_boxes(self.batch_size, self.regions, generator)[:, self._own]
-        masks = self._mask_draws(chosen, generator)
+        box_draws = draw_boxes(self.batch_size, self.regions, generator)[:, self._own]
+        mask_draws = self._draw_masks(chosen, generator)
         lengths, short = corpus.lengths[caption], 0
         if self.sort:
             lengths, by_length = lengths.sort(stable=True)
             chosen, caption, crops = chosen[by_length], caption[by_length], crops[by_length]
-            boxes, masks = boxes[:, by_length], masks[by_length]
+            box_draws, mask_draws = box_draws[:, by_length], mask_draws[by_length]
             short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
         length = self._padded(lengths.max())
         keys = [corpus.keys[i] for i in chosen.tolist()]
         chosen, crops = self._send(chosen), self._send(crops)
-        regions = boxes_of(self._send(boxes), self.grid, self.largest_box)
+        regions = boxes_of(self._send(box_draws), self.grid, self.largest_box)
         if self.masks is not None:
-            regions = self.masks.choose(chosen, crops, self._send(masks), regions, self.grid)
+            regions = self.masks.choose(chosen, crops, self._send(mask_draws), regions, self.grid)
         return Batch(
             images=self.crop_images(chosen, crops),
             tokens=self._send(take_tokens(corpus.tokens, caption, length)),
@@ -129,7 +129,7 @@ class CorpusLoader(BatchLoader):
             lengths=tuple(lengths.tolist()),
         )
 
-    def _mask_draws(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def _draw_masks(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """A random number for each mask of each picture [C, K]; drawn for all ranks, whose K may differ."""
         if self.masks is None or self._mask_counts is None:
             return torch.zeros(len(chosen), 0)

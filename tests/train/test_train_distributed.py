@@ -393,7 +393,9 @@ def test_no_thread_of_the_processes_outlives_their_group():
     # One that does can abort Python's exit. open_clip is imported late, as commands do.
     script = """
 from pathlib import Path
-from powerclip.ranks import dist, torch
+import powerclip.ranks
+import torch
+from torch import distributed as dist
 
 def threads():
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
