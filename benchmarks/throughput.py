@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=60, help="steps before the first turn; they compile")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.tiny:
         arguments.recipe, arguments.settings = (
             ROOT / "recipes" / "quickstart" / "powerclip.yaml",
