@@ -1,6 +1,7 @@
-"""Run a study: every setting with every seed in one process, finished runs kept, the table brought up to date.
+"""Run a study: every setting with every seed, finished runs kept, the table brought up to date.
 
-A run that a study beside this one has finished is copied instead of trained.
+A run that a study beside this one has finished is copied instead of trained. The others are trained one after the other
+in this process, or several at a time in others.
 
 Held-out data, where some are named, are looked at once, when all runs are finished.
 """
@@ -8,8 +9,8 @@ Held-out data, where some are named, are looked at once, when all runs are finis
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from powerclip.analysis.machine import machine
 from powerclip.analysis.study import Study
 from powerclip.analysis.study_curves import curves_page
 from powerclip.analysis.study_held_out import measure_held_out, read_held_out
-from powerclip.analysis.study_shared import FinishedRuns, finished, take_over
+from powerclip.analysis.study_processes import Processes, Run
+from powerclip.analysis.study_shared import FinishedRuns, finished, identity, take_over
 from powerclip.analysis.study_table import Outcomes, failures, markdown, summary, terminal
 from powerclip.errors import UserError
 from powerclip.files import write_whole
@@ -30,6 +32,66 @@ from powerclip.train.progress import duration
 from powerclip.train.recipe import Recipe
 from powerclip.train.results import Results, read_results
 from powerclip.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One cell of the study: a setting with a seed."""
+
+    setting: str
+    seed: int
+    folder: RunFolder
+    recipe: Recipe
+
+
+class _Ledger:
+    """The outcomes of a study's runs, as they become known."""
+
+    def __init__(
+        self,
+        study: Study,
+        output: Path,
+        seeds: Sequence[int],
+        shared: FinishedRuns,
+        keep_models: bool,
+        say: Callable[[str], None],
+    ):
+        self._study, self._output, self._seeds, self._say = study, output, seeds, say
+        self._shared, self._keep_models = shared, keep_models
+        self.outcomes: Outcomes = {setting.name: {} for setting in study.settings}
+
+    def places(self) -> Iterator[_Place]:
+        """All runs, seed by seed: after the first, every setting has a number."""
+        for seed in self._seeds:
+            for setting in self._study.settings:
+                folder = RunFolder(self._output / setting.name / f"seed-{seed}")
+                yield _Place(setting.name, seed, folder, _for_study(setting.at(seed), self._keep_models))
+
+    def note(self, place: _Place, outcome: Results | str, remark: str = "") -> None:
+        """A run has ended so; `remark` instead of its duration."""
+        self.outcomes[place.setting][place.seed] = outcome
+        done, total = sum(map(len, self.outcomes.values())), len(self._study.settings) * len(self._seeds)
+        head = f"[{done:{len(str(total))}d}/{total}] {place.setting}, seed {place.seed}: "
+        if isinstance(outcome, str):
+            self._say(f"{head}failed: {outcome}")
+            return
+        self._shared.add(place.folder, place.recipe)
+        self._say(f"{head}{describe(outcome.scores) or 'nothing measured'}  ({remark or duration(outcome.seconds)})")
+
+    def look_up(self, place: _Place) -> bool:
+        """Note a run that need not be trained; False when it has to be."""
+        try:
+            results, remark = _results(place.recipe, place.folder, self._output, self._shared, self._keep_models)
+        except UserError as error:
+            self.note(place, str(error))
+            return True
+        if results is not None:
+            self.note(place, results, remark)
+        return results is not None
+
+    def write(self) -> None:
+        """Bring the table, the numbers and the curves up to date."""
+        _write(self._study, self._output, self._seeds, self.outcomes)
 
 
 def run_study(
@@ -43,6 +105,7 @@ def run_study(
     console: Console | None = None,
     store: CorpusStore | None = None,
     shared: FinishedRuns | None = None,
+    processes: Processes | None = None,
 ) -> Outcomes:
     """Run what is not finished yet, and write `table.md`, `results.json` and `curves.html`.
 
@@ -60,6 +123,7 @@ def run_study(
         console: where to print; standard output by default.
         store: the corpora in memory, where several studies share them.
         shared: the finished runs of the studies beside this one, where several studies look for them.
+        processes: where to train several runs at a time; without them, or with one, runs are trained here in turn.
 
     Raises:
         UserError: every run failed, the folder holds something else, or a finished run has no model to be tested.
@@ -78,32 +142,32 @@ def run_study(
         _check_models(study, output, seeds, shared)
     keep_models = keep_models or bool(held_out)
     store = store or CorpusStore(say)
-    outcomes: Outcomes = {setting.name: {} for setting in study.settings}
-    total, done = len(study.settings) * len(seeds), 0
-    # Seed by seed: after the first, every setting has a number.
-    for seed in seeds:
-        for setting in study.settings:
-            done += 1
-            folder = RunFolder(output / setting.name / f"seed-{seed}")
-            head = f"[{done:{len(str(total))}d}/{total}] {setting.name}, seed {seed}: "
-            recipe = _for_study(setting.at(seed), keep_models)
-            try:
-                results, note = _results(recipe, folder, output, shared, keep_models)
-                if results is None:
-                    results = _run(recipe, folder, store, quiet, console)
-                    note = duration(results.seconds)
-            except UserError as error:
-                outcomes[setting.name][seed] = str(error)
-                say(f"{head}failed: {error}")
-                continue
-            shared.add(folder, recipe)
-            outcomes[setting.name][seed] = results
-            say(f"{head}{describe(results.scores) or 'nothing measured'}  ({note})")
-            _write(study, output, seeds, outcomes)
-    reasons = [outcome for runs in outcomes.values() for outcome in runs.values() if isinstance(outcome, str)]
-    if len(reasons) == total:
+    ledger = _Ledger(study, output, seeds, shared, keep_models, say)
+    left: dict[str, list[_Place]] = {}  # by what is computed: the same is trained once
+    for place in ledger.places():
+        if not ledger.look_up(place):
+            left.setdefault(identity(place.recipe), []).append(place)
+    if any(ledger.outcomes.values()):
+        ledger.write()
+    runs = {Run(same[0].recipe, same[0].folder.root): same for same in left.values()}
+    if processes and processes.count > 1:
+        trained = processes.train(list(runs), console, quiet=quiet)
+    else:
+        trained = _train_here(list(runs), store, quiet, console)
+    for run, outcome in trained:
+        first, *others = runs[run]
+        ledger.note(first, outcome)
+        for place in others:
+            if isinstance(outcome, str):
+                ledger.note(place, outcome)
+            else:
+                ledger.look_up(place)
+        ledger.write()
+    outcomes = ledger.outcomes
+    reasons = [outcome for ended in outcomes.values() for outcome in ended.values() if isinstance(outcome, str)]
+    if len(reasons) == sum(map(len, outcomes.values())):
         raise UserError(f"every run failed; the first: {reasons[0]}")
-    _write(study, output, seeds, outcomes)
+    ledger.write()
     for row in terminal(study, outcomes):
         console.print(row, highlight=False, soft_wrap=True)
     for line in failures(outcomes):
@@ -155,9 +219,17 @@ def _for_study(recipe: Recipe, keep_models: bool) -> Recipe:
     return replace(recipe, train=replace(recipe.train, checkpoint_every=0, save_model=keep_models))
 
 
-def _run(recipe: Recipe, folder: RunFolder, store: CorpusStore, quiet: bool, console: Console) -> Results:
+def _train_here(
+    runs: Sequence[Run], store: CorpusStore, quiet: bool, console: Console
+) -> Iterator[tuple[Run, Results | str]]:
+    """The results of each run, or why there are none, one after the other."""
     silent = quiet or not console.is_terminal  # in a log, one line for each run is enough
-    return train(recipe, folder.root, overwrite=True, quiet=silent, console=console, store=store).results
+    for run in runs:
+        try:
+            done = train(run.recipe, run.folder, overwrite=True, quiet=silent, console=console, store=store)
+            yield run, done.results
+        except UserError as error:
+            yield run, str(error)
 
 
 def _write(study: Study, output: Path, seeds: Sequence[int], outcomes: Outcomes) -> None:

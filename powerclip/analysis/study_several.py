@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from powerclip.analysis.study import Study, is_study, read_study
+from powerclip.analysis.study_processes import Processes
 from powerclip.analysis.study_run import run_study
 from powerclip.analysis.study_shared import FinishedRuns
 from powerclip.errors import UserError, nearest
@@ -80,6 +81,7 @@ def run_studies(
     test: Sequence[Path] = (),
     quiet: bool = False,
     console: Console | None = None,
+    processes: Processes | None = None,
 ) -> None:
     """Run one study after the other, each as `run_study` does, into a folder of its name in `output`.
 
@@ -114,6 +116,7 @@ def run_studies(
                 console=console,
                 store=store,
                 shared=shared,
+                processes=processes,
             )
         except UserError as error:
             failed[name] = str(error)

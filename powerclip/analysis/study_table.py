@@ -84,7 +84,7 @@ def markdown(study: Study, outcomes: Outcomes) -> str:
     legend = (
         f"Percent, mean ± standard deviation over seeds; Δ is the difference to {study.baseline}, with the ratio and "
         "the p-value of a paired t-test over seeds. Violation and empty are those of the last step, time is the median "
-        "of a training step."
+        "of a training step, where a run had its GPU to itself."
     )
     return page(study, *_grid(study, outcomes, MEASURES), legend)
 
@@ -158,6 +158,7 @@ def _grid(
     header = ["setting"]
     for measure in measures:
         header += [measure.label, "Δ"] if measure.compared else [measure.label]
+    time = time and any(_step_time(outcomes, setting.name) for setting in study.settings)
     header += ["time"] if time else []
     marks = {measure.key: ranks(study, outcomes, measure) for measure in measures if measure.compared}
     rows = []

@@ -12,10 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from powerclip.annotate.engine_local import ATTEMPTS, OnSamples
+from powerclip.annotate.engine_local import OnSamples
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import Outcome, State
 from powerclip.annotate.stop import Stop
+from powerclip.crew import ATTEMPTS
 from powerclip.errors import UserError
 
 # Shards travel through files, not through Ray: the smallest store that it accepts.

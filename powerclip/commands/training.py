@@ -82,6 +82,7 @@ def train(
     "  powerclip compare studies/captions10k.yaml --seeds 5 --keep-models     # then, once the settings are chosen:\n"
     "  powerclip compare studies/captions10k.yaml --seeds 5 --test $POWERCLIP_DATA/captions10k/test-000.tar\n"
     "  powerclip compare studies/learning/*.yaml --seeds 3     # several studies; what they share is trained once\n"
+    "  powerclip compare studies/learning/*.yaml --seeds 3 --processes 3     # small towers leave a large GPU idle\n"
     "  powerclip compare studies/captions10k.yaml train.steps=100 --only paper --output runs/short\n"
     "  powerclip compare quickstart/clip quickstart/powerclip train.steps=100"
 )
@@ -114,6 +115,16 @@ def compare(
             help="Held-out data to measure the kept models on, as powerclip evaluate reads them; may be repeated.",
         ),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            "-p",
+            min=1,
+            help="Runs to train at a time. [default: one for each GPU, or one]",
+            show_default=False,
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the tables only.")] = False,
 ) -> None:
     """Train several settings over several seeds and compare them in one table.
@@ -124,6 +135,9 @@ def compare(
 
     Several studies run one after the other, each into its own folder; if one fails, the others go on.
 
+    --processes trains several runs at a time, on one GPU or spread over all. A process that dies is replaced, and its
+    run begun again. Runs that share a GPU, or the CPU, have no time in the table.
+
     --test is for the end, when the settings are chosen: it measures the models of all runs on data that chose nothing,
     and writes test.md and test.json. Nothing that is finished is trained again, and nothing is measured twice.
     """
@@ -132,18 +146,26 @@ def compare(
     overrides = [argument for argument in arguments if argument not in files]
     chosen = parse_seeds(seed_list) if seed_list is not None else list(range(seeds))
     with interruptible("the same command goes on with the runs that are left"):
-        from powerclip.analysis.study import read_study
+        from powerclip.analysis.study import Study, read_study
+        from powerclip.analysis.study_processes import start_processes
         from powerclip.analysis.study_run import run_study
         from powerclip.analysis.study_several import are_studies, read_studies, run_studies
 
         if are_studies(files):
             studies, folder = read_studies(files, overrides, only or ()), output or Path("runs")
-            run_studies(studies, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet)
+            readable = [study for study in studies.values() if isinstance(study, Study)]
+            with start_processes(processes, readable) as crew:
+                run_studies(
+                    studies, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet, processes=crew
+                )
             return
         study = read_study(files, overrides)
         folder = output or Path("runs") / (Path(files[0]).stem if len(files) == 1 else "compare")
         chosen_study = study.only(only) if only else study
-        run_study(chosen_study, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet)
+        with start_processes(processes, [chosen_study]) as crew:
+            run_study(
+                chosen_study, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet, processes=crew
+            )
 
 
 def parse_seeds(text: str) -> list[int]:
