@@ -38,10 +38,11 @@ class Crew(Generic[Task, Outcome]):
         load: makes the worker of a process from its number and the number of all, once in each. It travels there, as do
             tasks, outcomes and what is told: all must be picklable, tasks hashable too.
         count: how many processes, at most: one starts when there is a task for it.
+        daemon: whether Python ends them with this process if `close` is not called; such may start none of their own.
     """
 
-    def __init__(self, load: Callable[[int, int], Worker[Task, Outcome]], count: int):
-        self._load, self._count = load, count
+    def __init__(self, load: Callable[[int, int], Worker[Task, Outcome]], count: int, *, daemon: bool = True):
+        self._load, self._count, self._daemon = load, count, daemon
         # A fork would share the parent's threads and GPU, which neither survives.
         self._context = multiprocessing.get_context("spawn")
         self._members: list[_Member[Task]] = []
@@ -110,7 +111,9 @@ class Crew(Generic[Task, Outcome]):
 
     def _start(self, number: int) -> _Member[Task]:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there, self._load, number, self._count), daemon=True)
+        process = self._context.Process(
+            target=_work, args=(there, self._load, number, self._count), daemon=self._daemon
+        )
         process.start()
         there.close()
         return _Member(process, here)

@@ -77,7 +77,7 @@ class Processes:
         if not runs:
             return
         if self._crew is None:
-            self._crew = Crew(partial(_load, self._gpus), self.count)
+            self._crew = Crew(partial(_load, self._gpus), self.count, daemon=False)  # loaders have processes too
         with _Bar(runs, console, quiet=quiet) as bar, Signals() as signals:
 
             def stop() -> bool:

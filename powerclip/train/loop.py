@@ -33,6 +33,7 @@ from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, step_if_finite
 from powerclip.train.inputs import check_inputs
 from powerclip.train.length import with_steps
+from powerclip.train.memory import enough_memory
 from powerclip.train.metrics import CollapseWatch, MetricsLog, read_metrics
 from powerclip.train.optimizer import learning_rate
 from powerclip.train.progress import Progress, duration
@@ -84,10 +85,10 @@ def train(
         on_step: called after each step.
 
     Raises:
-        UserError: the folder holds another run, no checkpoint is good, or the loss is no longer finite.
+        UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
         Stopped: SIGTERM asked for it; a checkpoint of the last step is written.
     """
-    with killed_workers(), joined(recipe.train.device) as ranks:
+    with enough_memory(), killed_workers(), joined(recipe.train.device) as ranks:
         return run(
             recipe,
             RunFolder(Path(output)),

@@ -107,6 +107,12 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
     assert compare("--seeds", "2", "--processes", "2", "--output", "two/study").count("(finished before)") == 6
 
 
+def test_runs_read_their_shards_with_processes_of_their_own(folder):
+    shards = ["data.source=shards", "data.trees=null", "data.workers=1", "train.steps=2"]
+    compare(*shards, "--only", "heavy", "--seeds", "1", "--processes", "2")
+    assert set(runs(folder / "runs/study")) == {"clip/0", "heavy/0"}
+
+
 @pytest.fixture
 def long_study(folder: Path) -> Iterator[subprocess.Popen]:
     """Two processes that train runs of many steps."""

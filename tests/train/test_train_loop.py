@@ -251,3 +251,14 @@ def test_a_run_whose_recipe_is_no_text_any_more_is_not_continued(tmp_path):
     (tmp_path / "run" / "recipe.yaml").write_bytes(b"\xff\x80")
     with pytest.raises(UserError, match=r"recipe\.yaml: not a text file"):
         train(recipe, tmp_path / "run", quiet=True, resume=True)
+
+
+def test_a_gpu_that_is_full_is_one_line_that_says_what_helps(tmp_path):
+    def full(state: TrainState) -> None:
+        if state.step == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    recipe = tiny(tmp_path, "train.steps=10")
+    with pytest.raises(UserError, match=r"memory ran out.*train\.batch_size.*train\.accumulate"):
+        train(recipe, tmp_path / "run", quiet=True, on_step=full)
+    assert train(recipe, tmp_path / "run", quiet=True, resume=True).results.steps == 10  # what was saved is not lost
