@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_study import write_base
 
 from powerclip.analysis.study import read_study
-from powerclip.analysis.study_processes import _load, start_processes, visible_gpus
+from powerclip.analysis.study_processes import Processes, _load, start_processes, visible_gpus
+from powerclip.analysis.study_run import run_study
 from powerclip.errors import UserError
 
 STUDY = (
@@ -35,16 +38,12 @@ def folder(tmp_path: Path, mini_corpus: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "powerclip", "compare", "study.yaml", *arguments]
-
-
-def compare(*arguments: str) -> str:
-    """What the command prints; one thread, so that sums have one order."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(output: str, processes: Processes | None = None) -> str:
+    """What the study prints, with two seeds."""
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    run_study(read_study(["study.yaml"]), Path(output), [0, 1], console=console, processes=processes)
+    return printed.getvalue()
 
 
 def runs(output: Path) -> dict[str, dict]:
@@ -87,9 +86,13 @@ def wait_for(what, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
-    at_a_time = compare("--seeds", "2", "--processes", "2", "--output", "two/study")
-    compare("--seeds", "2", "--processes", "1", "--output", "one/study")
+def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums have one order
+    torch.set_num_threads(1)
+    with Processes(2) as processes:
+        at_a_time = run("two/study", processes)
+        again = run("two/study", processes)
+    run("one/study")
     two, one = runs(folder / "two/study"), runs(folder / "one/study")
     assert set(one) == {"clip/0", "clip/1", "heavy/0", "heavy/1", "twin/0", "twin/1"}
     assert {name: run["scores"] for name, run in two.items()} == {name: run["scores"] for name, run in one.items()}
@@ -104,23 +107,18 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
     assert at_a_time.count("failed: training diverged") == 4  # two runs, as they end and below the table
     assert at_a_time.count("(taken from heavy)") == 2
     assert "[8/8]" in at_a_time
-    assert compare("--seeds", "2", "--processes", "2", "--output", "two/study").count("(finished before)") == 6
-
-
-def test_runs_read_their_shards_with_processes_of_their_own(folder):
-    shards = ["data.source=shards", "data.trees=null", "data.workers=1", "train.steps=2"]
-    compare(*shards, "--only", "heavy", "--seeds", "1", "--processes", "2")
-    assert set(runs(folder / "runs/study")) == {"clip/0", "heavy/0"}
+    assert again.count("(finished before)") == 6
 
 
 @pytest.fixture
 def long_study(folder: Path) -> Iterator[subprocess.Popen]:
-    """Two processes that train runs of many steps."""
+    """Two processes that train runs of many steps, and read their shards with processes of their own."""
     # A step takes milliseconds: the runs are longer than the test, and would be waited for if they were not ended.
-    arguments = command("--seeds", "1", "--processes", "2", "--only", "heavy", "train.steps=1000000")
+    arguments = ["study.yaml", "--seeds", "1", "--processes", "2", "--only", "heavy", "train.steps=1000000"]
+    shards = ["data.source=shards", "data.trees=null", "data.workers=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        arguments,
+        [sys.executable, "-m", "powerclip", "compare", *arguments, *shards],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -139,22 +137,19 @@ def long_study(folder: Path) -> Iterator[subprocess.Popen]:
     ("number", "code", "says"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped"), (signal.SIGKILL, -9, "")],
 )
-def test_the_processes_end_with_the_command(long_study, number, code, says):
+def test_a_process_that_is_killed_is_replaced_and_all_end_with_the_command(long_study, number, code, says):
+    first = children(long_study.pid)
+    assert len(first) == 2
+    os.kill(first[0], signal.SIGKILL)
+    wait_for(lambda: len(crew := children(long_study.pid)) == 2 and crew != first)
+    assert long_study.poll() is None
     crew = children(long_study.pid)
-    assert len(crew) == 2
     long_study.send_signal(number)
     _, errors = long_study.communicate(timeout=60)
     assert long_study.returncode == code
     assert says in errors
     assert "Traceback" not in errors
     wait_for(lambda: not any(map(alive, crew)), 60)
-
-
-def test_a_run_whose_process_is_killed_is_trained_again(long_study):
-    first = children(long_study.pid)
-    os.kill(first[0], signal.SIGKILL)
-    wait_for(lambda: len(set(children(long_study.pid)) - set(first)) == 1)
-    assert long_study.poll() is None
 
 
 # ---- which GPU, how many processes -----------------------------------------------------------------------------------
