@@ -92,6 +92,8 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder, monkeyp
     with Processes(2) as processes:
         at_a_time = run("two/study", processes)
         again = run("two/study", processes)
+        shards = read_study(["study.yaml"], ["data.source=shards", "data.trees=null", "data.workers=1"])
+        run_study(shards.only(["heavy"]), Path("shards/study"), [0], quiet=True, processes=processes)
     run("one/study")
     two, one = runs(folder / "two/study"), runs(folder / "one/study")
     assert set(one) == {"clip/0", "clip/1", "heavy/0", "heavy/1", "twin/0", "twin/1"}
@@ -108,23 +110,21 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder, monkeyp
     assert at_a_time.count("(taken from heavy)") == 2
     assert "[8/8]" in at_a_time
     assert again.count("(finished before)") == 6
+    assert set(runs(folder / "shards/study")) == {"clip/0", "heavy/0"}  # read by processes of their own
 
 
 @pytest.fixture
 def long_study(folder: Path) -> Iterator[subprocess.Popen]:
-    """Two processes that train runs of many steps, and read their shards with processes of their own."""
+    """Two processes that train runs of many steps."""
     # A step takes milliseconds: the runs are longer than the test, and would be waited for if they were not ended.
     arguments = ["study.yaml", "--seeds", "1", "--processes", "2", "--only", "heavy", "train.steps=1000000"]
-    shards = ["data.source=shards", "data.trees=null", "data.workers=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-m", "powerclip", "compare", *arguments, *shards],
+        [sys.executable, "-m", "powerclip", "compare", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        # Ctrl-C is ignored by what a shell runs in the background, and by all that this starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         logs = [folder / "runs/study" / name / "seed-0/metrics.jsonl" for name in ("clip", "heavy")]
         wait_for(lambda: process.poll() is not None or all(log.exists() and log.stat().st_size for log in logs))
@@ -133,10 +133,7 @@ def long_study(folder: Path) -> Iterator[subprocess.Popen]:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "says"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped"), (signal.SIGKILL, -9, "")],
-)
+@pytest.mark.parametrize(("number", "code", "says"), [(signal.SIGTERM, 75, "stopped"), (signal.SIGKILL, -9, "")])
 def test_a_process_that_is_killed_is_replaced_and_all_end_with_the_command(long_study, number, code, says):
     first = children(long_study.pid)
     assert len(first) == 2
