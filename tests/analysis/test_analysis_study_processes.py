@@ -86,9 +86,18 @@ def wait_for(what, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums have one order
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Here and in processes: sums have one order."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
     with Processes(2) as processes:
         at_a_time = run("two/study", processes)
         again = run("two/study", processes)
