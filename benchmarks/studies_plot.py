@@ -1,0 +1,69 @@
+"""Draw studies side by side: python benchmarks/studies_plot.py docs/images/captions10k-studies.png TITLE=RESULTS.json …
+
+One panel for each `results.json` of `powerclip compare`, one row for each setting: mean recall of every seed, and their
+mean. The band is the baseline's mean ± standard deviation. A setting that an earlier panel shows is not shown again.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+SCORE = "retrieval/mean"
+BASELINE, OURS = "#7f8c8d", "#1f6fb2"
+ACROSS = 3  # panels in a row
+
+
+def main(picture: Path, named: list[str]) -> None:
+    studies = {title: json.loads(Path(name).read_text()) for title, name in (entry.split("=", 1) for entry in named)}
+    plt.rcParams.update(
+        {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
+    )
+    panels, shown = {}, set[tuple[float, ...]]()
+    for title, study in studies.items():
+        rows = {name: scores(setting) for name, setting in study["settings"].items()}
+        panels[title] = {name: values for name, values in rows.items() if values not in shown}
+        shown.update(panels[title].values())
+    most = max(map(len, panels.values()))
+    lines = math.ceil(len(panels) / ACROSS)
+    figure = plt.figure(figsize=(3 * ACROSS, lines * (0.19 * most + 0.7)), layout="constrained")
+    axes = figure.subplots(lines, ACROSS, sharex=True, squeeze=False).flatten()
+    for spare in axes[len(panels) :]:
+        spare.set_visible(False)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
+        study = studies[title]
+        draw(axis, rows, scores(study["settings"][study["baseline"]]), study["baseline"])
+        axis.set_title(title, loc="left", fontweight="bold")
+        axis.set_xlabel("mean recall, %")
+        axis.xaxis.set_tick_params(labelbottom=True)
+        axis.set_ylim(most - 0.4, -0.6)
+    figure.savefig(picture, dpi=150)
+
+
+def scores(setting: dict[str, Any]) -> tuple[float, ...]:
+    """In percent, seed by seed."""
+    return tuple(100 * run["scores"][SCORE] for run in setting["runs"].values() if "scores" in run)
+
+
+def draw(axis: Axes, rows: dict[str, tuple[float, ...]], baseline: tuple[float, ...], name: str) -> None:
+    middle, spread = mean(baseline), stdev(baseline)
+    axis.axvspan(middle - spread, middle + spread, color=BASELINE, alpha=0.25, lw=0)
+    for place, (setting, values) in enumerate(rows.items()):
+        colour = BASELINE if setting == name or setting.startswith(f"{name},") else OURS
+        axis.plot(values, [place] * len(values), "o", color=colour, ms=3, alpha=0.5, mew=0)
+        axis.plot([mean(values)], [place], "|", color=colour, ms=9, mew=2)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", lw=0.3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
