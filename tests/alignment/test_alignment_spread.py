@@ -57,7 +57,7 @@ def test_nodes_that_are_gathered_from_one_rank_are_its_own():
     assert segments.longest == parts.segments.longest
 
 
-# Two ranks of four pairs each against one process with all eight. `chosen`: pairs are listed, also where the gradient
+# Two ranks of three pairs each against one process with all six. `chosen`: pairs are listed, also where the gradient
 # of all would cost less; hubs are shared out; and a host that asks how many pairs are its own is an error.
 ON_RANKS = """
 import sys
@@ -82,13 +82,15 @@ if way == "chosen":
     torch.Tensor.nonzero = refuse
 if way == "chosen, compact":
     spread.MOST_LISTED = 0
-for aggregation in ("nla", "exact"):
+pairs.SMALLEST = 4  # what lies beyond an instance, the interpreter computes too
+# Pairs are listed before it matters how they are scored; exact scores are never differentiated as a whole.
+for aggregation in ("nla", "exact") if way == "chosen" else ("nla",):
     for settings in ({"negatives": "hardest"}, {"negatives": "semi_hard"}, {"negatives": "k", "k": 3}):
         settings = {**settings, "aggregation": aggregation, "tau": 0.05}
-        whole = random_parts(8, 3, 16, seed=1, dtype=torch.float32)
+        whole = random_parts(6, 3, 16, seed=1, dtype=torch.float32)
         loss = alignment_loss(whole, AlignmentConfig(**settings, backend="reference")).loss
         expected = [loss.detach(), *torch.autograd.grad(loss, [whole.regions, whole.nodes])]
-        rows = slice(4 * rank, 4 * rank + 4)
+        rows = slice(3 * rank, 3 * rank + 3)
         lengths = whole.segments.lengths
         nodes = slice(int(lengths[: rows.start].sum()), int(lengths[: rows.stop].sum()))
         regions, own = (v.detach().clone().requires_grad_() for v in (whole.regions[rows], whole.nodes[nodes]))

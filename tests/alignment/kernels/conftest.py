@@ -2,7 +2,21 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """In the interpreter: tiles of which even small instances fill several.
+
+    It reduces a tile number by number, also what lies beyond the instance; tiles for a GPU would be little else.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, value in (("TILE_NODES", 8), ("LARGE_TILE_NODES", 8), ("TILE_IMAGES", 4), ("REDUCE_IMAGES", 4)):
+        monkeypatch.setattr(f"powerclip.alignment.kernels.nla_score.{name}", value)
+    monkeypatch.setattr("powerclip.alignment.kernels.pairs.SMALLEST", 4)

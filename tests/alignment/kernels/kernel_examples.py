@@ -50,10 +50,10 @@ def _of_sign(sign: float, size: float = 1.0) -> Instance:
 
 # Few tiles, but every kind of remainder: images, nodes, width, captions longer than a tile of nodes.
 INSTANCES = {
-    "ragged, odd": lambda: instance([1, 7, 3, 12, 2, 9, 1, 30], 33, 10, width=70),
+    "ragged, odd": lambda: instance([1, 7, 3, 12, 2, 9, 1, 30], 17, 10, width=70),
     "ragged, few": lambda: instance([1, 7, 2], 5, 6, width=35),
     "one node each": lambda: instance([1] * 9, 7, 5),
-    "64 nodes": lambda: instance([64, 1, 64], 5, 3),
+    "64 nodes": lambda: instance([1, 64, 2], 5, 3),
     "one region": lambda: instance([4, 2], 5, 1),
     "one image": lambda: instance([4, 2, 3], 1, 7),
     "all equal": _all_equal,

@@ -26,9 +26,9 @@ def test_scores_equal_enumeration(name, config):
     assert_scores(scores, reference(one, CONFIGS[config]))
 
 
-@pytest.mark.parametrize("name", sorted(SLOW))
-def test_long_captions_and_more_regions_than_fit_registers_at_once(name):
-    one = INSTANCES[name]()
+@pytest.mark.parametrize(("lengths", "images", "regions"), [([1, 64, 2], 5, 3), ([1, 12, 2], 33, 10)])
+def test_long_captions_and_more_regions_than_fit_registers_at_once(lengths, images, regions):
+    one = instance(lengths, images, regions, width=70)
     assert_scores(
         exact_score(one.regions, one.nodes, one.segments, CONFIGS["default"]), reference(one, CONFIGS["default"])
     )

@@ -74,6 +74,7 @@ def test_images_that_pass_in_blocks_give_the_same(monkeypatch):
         assert_scores(ours, expected.double(), 1e-6)
 
 
+@pytest.mark.usefixtures("small_tiles")
 def test_where_not_even_a_tile_of_images_fits_no_similarity_is_written(monkeypatch):
     one = instance([2, 1], 5, 3)
     expected = nla_in_passing(one.regions, one.nodes, one.segments, CONFIGS["soft"])
@@ -83,6 +84,7 @@ def test_where_not_even_a_tile_of_images_fits_no_similarity_is_written(monkeypat
     assert_scores(found, expected.double(), 1e-5)
 
 
+@pytest.mark.usefixtures("small_tiles")
 def test_similarities_that_are_computed_again_give_the_same(monkeypatch):
     one = instance([2, 1], 131, 5)
     kept = gradients(nla_gradient, one, CONFIGS["soft"], torch.float32)

@@ -11,6 +11,7 @@ from powerclip.alignment.kernels import exact_pairs
 from powerclip.alignment.kernels import pairs as module
 from powerclip.alignment.score import score_pairs
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
 NAMES = ["one node each", "one region", "one image", "all equal", "all negative", "zero"]
 CONFIGS = {
     "default": {},
@@ -21,7 +22,7 @@ CONFIGS = {
 }
 
 
-def chosen(one, count: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen(one, count: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs at random, some of them twice, some images and captions never."""
     generator = torch.Generator().manual_seed(1)
     image = torch.randint(len(one.regions), (count,), generator=generator)
@@ -157,14 +158,14 @@ def test_more_sets_than_one_tile_holds(monkeypatch, regions, tile, tiles, empty_
     monkeypatch.setattr(exact_pairs, "TILE_SETS", tile)
     monkeypatch.setattr(exact_pairs, "score_by", score_by)
     one = instance([3, 6, 1], 4, regions)
-    assert_plain_scores(one, *chosen(one), aggregation="exact", t2r=False, similarity="sum", empty_set=empty_set)
+    assert_plain_scores(one, *chosen(one, 5), aggregation="exact", t2r=False, similarity="sum", empty_set=empty_set)
     assert used == [tiles]
 
 
 @pytest.mark.parametrize("piece", [3, 64])
 def test_two_runs_give_the_same_bits(monkeypatch, piece):
     monkeypatch.setattr(module, "PIECE", piece)
-    one = INSTANCES["ragged, odd"]()
+    one = instance([1, 7, 3, 12], 9, 6, width=70)
     image, caption = chosen(one, 40)
     image[10:25] = -1
     image[25:] = 7
