@@ -6,6 +6,7 @@ Axes: C pairs of the batch · T nodes of all captions · B images · M regions �
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -122,6 +123,8 @@ def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: Ali
 @functools.cache
 def _fused() -> Callable[..., Tensor]:
     """`_score_block` compiled: the number of nodes changes from batch to batch, and dozens of passes become two."""
+    # Scores are float32's on purpose: inductor's advice to round their products is not for the user.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     return torch.compile(_score_block, dynamic=True)
 
 
