@@ -1,11 +1,10 @@
-"""Draw studies side by side: python benchmarks/studies_plot.py docs/images/captions10k-studies.png TITLE=RESULTS.json …
+"""Draw studies on photographs: python benchmarks/studies_plot.py benchmarks/results docs/images/captions10k-studies.png
 
-One panel for each `results.json` of `powerclip compare`, one row for each setting: mean recall of every seed, and their
-mean. The band is the baseline's mean ± standard deviation. A setting that an earlier panel shows is not shown again.
+One panel for each study, one row for each setting: mean recall of every seed, and their mean. The band is the
+baseline's mean ± standard deviation. A setting that an earlier panel shows is not shown again.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,13 +16,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+PANELS = {
+    "Negatives": "2026-11-16-h200-captions10k-negatives.json",
+    "Learning rate": "2026-11-16-h200-captions10k-rate.json",
+    "Scores of sets": "2026-11-16-h200-captions10k-aggregation.json",
+    "Activations, α, λ": "2026-11-16-h200-captions10k-table8.json",
+    "Regions": "2026-11-16-h200-captions10k-table7.json",
+    "Components": "2026-11-15-h200-captions10k-table6.json",
+}
 SCORE = "retrieval/mean"
 BASELINE, OURS = "#7f8c8d", "#1f6fb2"
-ACROSS = 3  # panels in a row
 
 
-def main(picture: Path, named: list[str]) -> None:
-    studies = {title: json.loads(Path(name).read_text()) for title, name in (entry.split("=", 1) for entry in named)}
+def main(results: Path, picture: Path) -> None:
+    studies = {title: json.loads((results / name).read_text()) for title, name in PANELS.items()}
     plt.rcParams.update(
         {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
     )
@@ -33,12 +39,8 @@ def main(picture: Path, named: list[str]) -> None:
         panels[title] = {name: values for name, values in rows.items() if values not in shown}
         shown.update(panels[title].values())
     most = max(map(len, panels.values()))
-    lines = math.ceil(len(panels) / ACROSS)
-    figure = plt.figure(figsize=(3 * ACROSS, lines * (0.19 * most + 0.7)), layout="constrained")
-    axes = figure.subplots(lines, ACROSS, sharex=True, squeeze=False).flatten()
-    for spare in axes[len(panels) :]:
-        spare.set_visible(False)
-    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
+    figure, axes = plt.subplots(2, 3, figsize=(9, 0.38 * most + 1.4), sharex=True, layout="constrained")
+    for axis, (title, rows) in zip(axes.flat, panels.items(), strict=True):
         study = studies[title]
         draw(axis, rows, scores(study["settings"][study["baseline"]]), study["baseline"])
         axis.set_title(title, loc="left", fontweight="bold")
@@ -66,4 +68,4 @@ def draw(axis: Axes, rows: dict[str, tuple[float, ...]], baseline: tuple[float, 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -83,8 +83,7 @@ if way == "chosen":
 if way == "chosen, compact":
     spread.MOST_LISTED = 0
 pairs.SMALLEST = 4  # what lies beyond an instance, the interpreter computes too
-# Pairs are listed before it matters how they are scored; exact scores are never differentiated as a whole.
-for aggregation in ("nla", "exact") if way == "chosen" else ("nla",):
+for aggregation in ("nla", "exact"):
     for settings in ({"negatives": "hardest"}, {"negatives": "semi_hard"}, {"negatives": "k", "k": 3}):
         settings = {**settings, "aggregation": aggregation, "tau": 0.05}
         whole = random_parts(6, 3, 16, seed=1, dtype=torch.float32)
