@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +25,33 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]):
         self._folder, self._keep, self._warn = folder, keep, warn
-        self._thread: threading.Thread | None = None
-        self._error: tuple[int, Exception] | None = None
+        # A future can be waited for again after Ctrl-C in the wait. A thread cannot: Python 3.11 takes it for ended,
+        # and a process that ends while torch writes a file aborts.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[Path]] | None = None
         self._failures = 0
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to write the state of a step. What the caller does to its tensors from now on does not show."""
         self.wait()
-        copied = to_host(state)
-        self._thread = threading.Thread(target=self._run, args=(step, copied), name="checkpoint")
-        self._thread.start()
+        self._pending = step, self._pool.submit(checkpoint.write, self._folder, step, to_host(state), self._keep)
 
     def wait(self, *, needed: bool = False) -> None:
         """Return when the last checkpoint is on the disk; `needed` makes its failure an error at once."""
-        if self._thread is None:
+        if self._pending is None:
             return
-        self._thread.join()
-        self._thread = None
-        if self._error is None:
+        step, written = self._pending
+        error = written.exception()
+        self._pending = None
+        if error is None:
             self._failures = 0
             return
-        step, error = self._error
-        self._error = None
         self._failures += 1
         text = f"the checkpoint of step {step} could not be written to {self._folder} ({error})"
         if needed or self._failures >= MOST_FAILURES:
             times = f", the last {self._failures} neither" if self._failures > 1 else ""
             raise UserError(f"{text}{times}; make room there and continue with --resume") from error
         self._warn(f"{text}; the one before it stays")
-
-    def _run(self, step: int, state: Mapping[str, Any]) -> None:
-        try:
-            checkpoint.write(self._folder, step, state, self._keep)
-        except Exception as error:  # whatever it is, it belongs to the thread that trains
-            self._error = (step, error)
 
 
 def to_host(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 
@@ -97,3 +98,32 @@ def test_plain_values_are_copied_with_their_kinds():
     assert copied[3] == 0.5
     assert not copied["b"][0].requires_grad
     assert copied["b"][0].data_ptr() != state["b"][0].data_ptr()
+
+
+def test_a_wait_that_is_interrupted_waits_again(tmp_path, monkeypatch):
+    # Ctrl-C or a killed worker strikes in the first wait; the process must not end in the middle of a file.
+    go = threading.Event()
+    write = checkpoint.write
+
+    def slow(*arguments: object) -> Path:
+        go.wait(10)
+        return write(*arguments)
+
+    def strike(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    writer = CheckpointWriter(tmp_path, 2, print)
+    writer.write(1, {"weight": torch.ones(3)})
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert checkpoint.checkpoints(tmp_path) == []
+    threading.Timer(0.2, go.set).start()
+    writer.wait()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-000001.pt"]
