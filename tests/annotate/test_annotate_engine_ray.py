@@ -24,8 +24,10 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'powe
 def cluster():
     """A cluster of two workers. The actors cannot import the tests' own modules: they get their content instead."""
     ray.cloudpickle.register_pickle_by_value(annotate_examples)
-    yield connect(None, 2)
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 would stand behind all tests that run beside this one
+        yield connect(None, 2)
+        ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(annotate_examples)
 
 
