@@ -117,8 +117,8 @@ def test_a_wait_that_is_interrupted_waits_again(tmp_path, monkeypatch):
     writer.write(1, {"weight": torch.ones(3)})
     before = signal.signal(signal.SIGALRM, strike)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
             writer.wait()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
