@@ -14,7 +14,9 @@ from powerclip.train import checkpoint
 from powerclip.train.checkpoint_writer import MOST_FAILURES, CheckpointWriter, to_host
 
 
-def test_what_happens_to_a_tensor_later_does_not_show_in_its_checkpoint(tmp_path, monkeypatch):
+@pytest.fixture
+def go(monkeypatch) -> threading.Event:
+    """Until it is set, no checkpoint is written."""
     go = threading.Event()
     write = checkpoint.write
 
@@ -23,6 +25,10 @@ def test_what_happens_to_a_tensor_later_does_not_show_in_its_checkpoint(tmp_path
         return write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", slow)
+    return go
+
+
+def test_what_happens_to_a_tensor_later_does_not_show_in_its_checkpoint(tmp_path, go):
     weight = torch.ones(3)
     writer = CheckpointWriter(tmp_path, 2, print)
     writer.write(1, {"weight": weight, "nested": [{"same": weight}]})
@@ -100,19 +106,11 @@ def test_plain_values_are_copied_with_their_kinds():
     assert copied["b"][0].data_ptr() != state["b"][0].data_ptr()
 
 
-def test_a_wait_that_is_interrupted_waits_again(tmp_path, monkeypatch):
+def test_a_wait_that_is_interrupted_waits_again(tmp_path, go):
     # Ctrl-C or a killed worker strikes in the first wait; the process must not end in the middle of a file.
-    go = threading.Event()
-    write = checkpoint.write
-
-    def slow(*arguments: object) -> Path:
-        go.wait(10)
-        return write(*arguments)
-
     def strike(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "write", slow)
     writer = CheckpointWriter(tmp_path, 2, print)
     writer.write(1, {"weight": torch.ones(3)})
     before = signal.signal(signal.SIGALRM, strike)
