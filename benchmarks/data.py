@@ -35,7 +35,6 @@ import torch
 from measure import RESULTS, markdown, origin, run, write_result
 from PIL import Image
 
-from powerclip.alignment.trees import Span, parse_bracketed
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
 from powerclip.data.captions import content_hash, read_captions
 from powerclip.data.mask_codec import GRID, pack_mask
@@ -44,6 +43,7 @@ from powerclip.data.shards import open_shards
 from powerclip.data.sidecar import Annotator, SidecarInfo, sidecar_path
 from powerclip.data.tar_index import make_index
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.data.trees import Span, parse_bracketed
 from powerclip.errors import UserError
 from powerclip.train.statistics import resident_bytes
 

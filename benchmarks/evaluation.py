@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, build, load, preprocess_for, tokenizer_for
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.folders import read_path
+from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import CaptionRetrieval, Classification, HardNegatives, Task
 
 TINY = {

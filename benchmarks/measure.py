@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from powerclip.analysis.machine import machine
 from powerclip.analysis.measure import Measurement, measure
 from powerclip.errors import UserError
+from powerclip.runtime.machine import machine
 
 __all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "run", "write_result"]
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
-from powerclip.annotate.pictures import decode_picture
+from powerclip.annotate.decode_image import decode_picture
 from powerclip.annotate.segmenters import Picture, Segmenter, load_segmenter
 from powerclip.data.mask_codec import LARGEST, pack_mask
 from powerclip.data.tar_index import make_index

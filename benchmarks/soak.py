@@ -32,13 +32,13 @@ import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.data.batch import Batch
+from powerclip.data.loader import BatchLoader
 from powerclip.data.shards import open_shards
-from powerclip.data.stream import BatchLoader
 from powerclip.data.tar_index import load_index
+from powerclip.runtime.signals import EXIT_PREEMPTED, Preempted
 from powerclip.train import loop
 from powerclip.train.metrics import read_metrics
 from powerclip.train.recipe import Recipe, load_recipe
-from powerclip.train.signals import EXIT_STOPPED, Stopped
 from powerclip.train.statistics import resident_bytes
 
 # An hour's worth: the quickstart takes 114 s for 300 steps on two cores (README.md), 9,500 in an hour.
@@ -197,8 +197,8 @@ def train_and_record(path: Path, run: Path) -> int:
     loop.make_loader = recording
     try:
         loop.train(recipe, run, resume="auto", quiet=True)
-    except Stopped:
-        return EXIT_STOPPED
+    except Preempted:
+        return EXIT_PREEMPTED
     return 0
 
 
@@ -218,14 +218,16 @@ def session(path: Path, run: Path, until: int | None, number: signal.Signals | N
             time.sleep(0.2)
     finally:
         process.kill()
-    expected = {None: 0, signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: EXIT_STOPPED}[number]
+    expected = {None: 0, signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: EXIT_PREEMPTED}[number]
     if process.returncode != expected:
         raise SystemExit(f"the run ended with {process.returncode}, not {expected}")
     last = last_step(run)
     rows = [row for row in read_metrics(run / "metrics.jsonl") if first < row["step"] <= last]
     quarter = len(rows) // 4
     mib = [1024 * row["host_gib"] for row in rows]
-    ended = {None: "finished", signal.SIGKILL: "kill -9", signal.SIGTERM: f"SIGTERM, exit code {EXIT_STOPPED}"}[number]
+    ended = {None: "finished", signal.SIGKILL: "kill -9", signal.SIGTERM: f"SIGTERM, exit code {EXIT_PREEMPTED}"}[
+        number
+    ]
     print(f"steps {first} to {last}: {ended}", flush=True)
     return Session(
         first=first,

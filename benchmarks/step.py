@@ -34,14 +34,14 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import random_boxes
-from powerclip.alignment.trees import Tree, parse_bracketed
 from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import read_trees
 from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.trees import Tree, parse_bracketed
 from powerclip.encoders import build
 from powerclip.errors import UserError
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 from powerclip.train.chip import ChipShare
 from powerclip.train.loop import train_step
 from powerclip.train.optimizer import make_optimizer

@@ -25,7 +25,7 @@ import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.data.batch import Batch
-from powerclip.data.stream import killed_workers
+from powerclip.data.loader import killed_workers
 from powerclip.train.data import make_loader
 from powerclip.train.length import with_steps
 from powerclip.train.loop import train_step

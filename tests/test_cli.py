@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import powerclip
 from powerclip import cli
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 from powerclip.train.metrics import read_metrics
 
 ROOT = Path(powerclip.__file__).parents[1]
@@ -183,5 +183,5 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(tmp_path, monkeypat
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*results\.json'"):
-        write_whole(tmp_path / "results.json", b"{}")
+        write_atomic(tmp_path / "results.json", b"{}")
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from powerclip.runtime.signals import EXIT_PREEMPTED
 from powerclip.train.recipe import find_recipe
-from powerclip.train.signals import EXIT_STOPPED
 
 LAUNCH = Path(__file__).resolve().parents[1] / "docs" / "launch"
 
@@ -19,7 +19,7 @@ def test_the_slurm_script_is_a_script_that_queues_a_stopped_job_again():
     path = LAUNCH / "slurm.sh"
     subprocess.run(["bash", "-n", path], check=True)
     text = path.read_text(encoding="utf-8")
-    assert f'"$code" -eq {EXIT_STOPPED}' in text
+    assert f'"$code" -eq {EXIT_PREEMPTED}' in text
     assert "scontrol requeue" in text
     find_recipe(re.search(r"recipes/\S+\.yaml", text)[0])
 

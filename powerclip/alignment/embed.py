@@ -13,7 +13,7 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.phrases import Phrases, leaf_rows, nodes_of_rows, single_tokens
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Parts:
 
 
 def embed_parts(
-    patches: Tensor, masks: Tensor, words: Tensor, phrases: Phrases, config: AlignmentConfig, ranks: Ranks = ALONE
+    patches: Tensor, masks: Tensor, words: Tensor, phrases: Phrases, config: AlignmentConfig, ranks: Ranks = SINGLE
 ) -> Parts:
     """Regions of patch features [C, N, D] under masks [C, M, N], and nodes of word features [C, L, D] (Eqs. 1 to 4).
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, hardest, negative_count, off_diagonal
 from powerclip.alignment.embed import Parts
-from powerclip.alignment.kernels.hardest import hardest_pairs
+from powerclip.alignment.hardest import hardest_pairs
 from powerclip.alignment.score import differentiates_all, pair_similarities, score_all, score_block, score_pairs
 from powerclip.alignment.spread import find_semi_hard, spread_contrast
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def alignment_loss(
     parts: Parts,
     config: AlignmentConfig,
     scale: Tensor | float | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     k: int | None = None,
 ) -> Alignment:
     """The loss between C images' regions and C captions' nodes; image i and caption i match.
@@ -55,7 +55,7 @@ def alignment_loss(
         raise ValueError(f"need as many images as captions and at least 2 pairs, not {count} and {len(segments)}")
     scale = config.scale if scale is None else scale
     own = torch.arange(count, device=regions.device)
-    if ranks.alone:
+    if ranks.is_single:
         loss, positive, worst = _contrast(parts, own, config, scale, k)
     else:
         loss, positive, worst = spread_contrast(parts, config, scale, ranks, k)
@@ -86,7 +86,7 @@ def _contrast(
         scores = score_all(regions, nodes, segments, config)
         positive = scores.diagonal()
         if config.negatives == "semi_hard":
-            hard_captions, hard_images, worst = find_semi_hard(scores, own, ALONE)
+            hard_captions, hard_images, worst = find_semi_hard(scores, own, SINGLE)
         else:
             hard_captions, hard_images = hardest(scores, k), hardest(scores.T, k)
         row, column = scores.gather(1, hard_captions), scores.T.gather(1, hard_images)
@@ -94,7 +94,7 @@ def _contrast(
         with torch.no_grad():
             if config.negatives == "semi_hard":
                 scores = score_all(regions, nodes, segments, config)
-                hard_captions, hard_images, worst = find_semi_hard(scores, own, ALONE)
+                hard_captions, hard_images, worst = find_semi_hard(scores, own, SINGLE)
             else:
                 score = functools.partial(score_block, regions, nodes, segments, config)
                 captions, images = hardest_pairs(score, range(count), count, k)

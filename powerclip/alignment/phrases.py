@@ -15,7 +15,7 @@ from torch import Tensor
 
 from powerclip.alignment.pooling import masked_sums, normalise, subtract
 from powerclip.alignment.ragged import Segments, pad, unpad
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def embed_nodes(leaves: Tensor, phrases: Phrases) -> Tensor:
     return nodes_of_rows(pad(leaves, phrases.leaf_segments, 0.0), phrases, phrases.node_segments)
 
 
-def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = ALONE) -> Tensor:
+def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = SINGLE) -> Tensor:
     """Each caption's leaves as a row [C, max_leaves, D], zeros behind the last one.
 
     Where they are `centred`, the mean word of the batch on all `ranks` is subtracted from every word.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.pooling import masked_sums, normalise, subtract
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 
 def random_boxes(
@@ -49,7 +49,7 @@ def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tens
 
 
 def embed_regions(
-    patches: Tensor, masks: Tensor, centre: Literal["none", "batch", "image"] = "none", ranks: Ranks = ALONE
+    patches: Tensor, masks: Tensor, centre: Literal["none", "batch", "image"] = "none", ranks: Ranks = SINGLE
 ) -> Tensor:
     """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features [C, N, D] under each mask [C, M, N].
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels import nla_recompute
-from powerclip.alignment.kernels.recompute import Way, by_autograd, recompute
 from powerclip.alignment.nla import nla_t1, nla_t2
 from powerclip.alignment.powerset import exact_r2t
 from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_max, segment_mean
+from powerclip.alignment.recompute import Way, by_autograd, recompute
 
 # Most elements of the largest intermediate of one block of images: 512 MB in float32.
 BLOCK_ELEMENTS = 2**27

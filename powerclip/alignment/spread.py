@@ -20,10 +20,10 @@ from powerclip.alignment.backends import choose
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.contrast import contrast, counts_nearly_all, highest, negative_count, semi_hard
 from powerclip.alignment.embed import Parts
-from powerclip.alignment.kernels.hardest import hardest_pairs
+from powerclip.alignment.hardest import hardest_pairs
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import differentiates_all, score_all, score_pairs
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 
 # Scores without a gradient are made in blocks of images: 64 MB each.
 BLOCK_ELEMENTS = 2**24

@@ -22,13 +22,13 @@ import torch
 
 from powerclip.alignment.backends import triton_obstacle
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.analysis.machine import machine
 from powerclip.analysis.measure import measure
 from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
 from powerclip.errors import UserError
-from powerclip.files import write_whole
 from powerclip.objectives import OBJECTIVES
+from powerclip.runtime.files import write_atomic
+from powerclip.runtime.machine import machine
 from powerclip.train.data import make_loader
 from powerclip.train.recipe import (
     DataSection,
@@ -122,17 +122,17 @@ def analyse(
     Raises:
         UserError: a source holds no measurement, or there is no such device.
     """
-    from powerclip.train.state import choose_device
+    from powerclip.runtime.distributed import choose_device
 
     if sources:
         cost = merge([read_cost(path) for path in sources])
     else:
         chosen = choose_device(device or "auto")
         content = measure_cost(size or Size.for_device(chosen), chosen, say)
-        write_whole(output / "cost.json", (json.dumps(content, indent=1) + "\n").encode())
+        write_atomic(output / "cost.json", (json.dumps(content, indent=1) + "\n").encode())
         cost = from_content(content, "cost.json")
     from powerclip.analysis.cost_figure import cost_figure
-    from powerclip.analysis.figures import save_png
+    from powerclip.report.heatmaps import save_png
 
     save_png(cost_figure(cost), output / "cost.png")
     return cost

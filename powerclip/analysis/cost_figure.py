@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from powerclip.analysis.figures import FAINT, INK
+from powerclip.report.heatmaps import FAINT, INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from functools import partial
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import Outcome, State
 from powerclip.annotate.stop import Stop
-from powerclip.crew import Crew, Tell, Worker
+from powerclip.runtime.processes import ProcessPool, Report, WorkerFunction
 
 _OFTEN = 0.2  # seconds between two messages on how far a shard is
 
@@ -25,27 +25,27 @@ def run_local(shards: Sequence[str], job: Job, workers: int, stop: Stop, on_samp
                 return
             yield annotator.annotate(shard, partial(on_samples, shard))
         return
-    crew: Crew[str, Outcome] = Crew(partial(_load, job), min(workers, len(shards)))
+    pool: ProcessPool[str, Outcome] = ProcessPool(partial(_load, job), min(workers, len(shards)))
     try:
-        for shard, outcome in crew.run(shards, lambda: stop.asked, lambda shard, told: on_samples(shard, *told)):
+        for shard, outcome in pool.run(shards, lambda: stop.asked, lambda shard, message: on_samples(shard, *message)):
             yield outcome or Outcome(shard, State.FAILED, reason="every process that tried it died")
     finally:
-        crew.close()
+        pool.close()
 
 
-def _load(job: Job, number: int, count: int) -> Worker[str, Outcome]:
+def _load(job: Job, number: int, count: int) -> WorkerFunction[str, Outcome]:
     annotator = job.load(number, count)
-    return lambda shard, tell: annotator.annotate(shard, _Messages(tell))
+    return lambda shard, report: annotator.annotate(shard, _Messages(report))
 
 
 class _Messages:
     """Tells the parent how far a shard is, not too often."""
 
-    def __init__(self, tell: Tell):
-        self._tell, self._done, self._last = tell, 0, time.monotonic()
+    def __init__(self, report: Report):
+        self._report, self._done, self._last = report, 0, time.monotonic()
 
     def __call__(self, done: int, of: int) -> None:
         self._done += done
         if time.monotonic() - self._last >= _OFTEN:
-            self._tell((self._done, of))
+            self._report((self._done, of))
             self._done, self._last = 0, time.monotonic()

@@ -16,8 +16,8 @@ from powerclip.annotate.engine_local import OnSamples
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import Outcome, State
 from powerclip.annotate.stop import Stop
-from powerclip.crew import ATTEMPTS
 from powerclip.errors import UserError
+from powerclip.runtime.processes import ATTEMPTS
 
 # Shards travel through files, not through Ray: the smallest store that it accepts.
 _OBJECT_STORE = 80 * 2**20

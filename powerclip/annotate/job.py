@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.annotate.pipeline import ShardAnnotator
-from powerclip.annotate.regions import RegionAnnotator
-from powerclip.annotate.trees import TreeAnnotator
+from powerclip.annotate.region_annotator import RegionAnnotator
+from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.sidecar import Kind
 from powerclip.errors import UserError, nearest
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
-from powerclip.annotate.shards import fingerprint, local_copy
+from powerclip.annotate.shard_list import fingerprint, local_copy
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
 from powerclip.data.sidecar import (
     Annotator,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import Outcome, State
-from powerclip.annotate.progress import Progress
-from powerclip.annotate.shards import check_names
+from powerclip.annotate.shard_list import check_names
+from powerclip.annotate.shard_progress import Progress
 from powerclip.annotate.stop import Stop
 from powerclip.annotate.writer import sweep
 from powerclip.data.sidecar import sidecar_path
@@ -77,7 +77,7 @@ def annotate(
     """Bring the sidecars of shards up to date.
 
     Args:
-        shards: tars, see `powerclip.annotate.shards.list_shards`.
+        shards: tars, see `powerclip.annotate.shard_list.list_shards`.
         job: what to annotate them with.
         workers: processes or actors; one for each core, or for each GPU when there are some, by default.
         engine: `local`, processes of this machine, or `ray`.

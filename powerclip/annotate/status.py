@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from powerclip.annotate.shards import fingerprint, is_url
+from powerclip.annotate.shard_list import fingerprint, is_url
 from powerclip.data.sidecar import Kind, SidecarError, SidecarInfo, read_info, sidecar_path
 from powerclip.errors import UserError
 

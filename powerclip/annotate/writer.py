@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from powerclip.alignment.trees import Span
 from powerclip.data.sidecar import METADATA, SCHEMAS, SidecarInfo
-from powerclip.files import write_whole
+from powerclip.data.trees import Span
+from powerclip.runtime.files import write_atomic
 
 _ABANDONED = 60.0  # seconds after which a half-written file belongs to a process that was killed
 
@@ -64,7 +64,7 @@ def write_sidecar(path: Path, info: SidecarInfo, rows: TreeRows | RegionRows) ->
         use_dictionary=["spans.list.element.list.element.label", "fallback", "fallback.list.element"],
         write_statistics=False,
     )
-    write_whole(path, buffer.getvalue())
+    write_atomic(path, buffer.getvalue())
     return buffer.tell()
 
 

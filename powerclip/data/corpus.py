@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powerclip.alignment.trees import Tree, flat_tree, parse_bracketed
 from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, content_hash, number_captions, split_member
+from powerclip.data.trees import Tree, flat_tree, parse_bracketed
 from powerclip.errors import UserError
 
 NO_PICTURE = "pictures not readable, left out"

@@ -15,10 +15,10 @@ from powerclip.alignment.regions import boxes_of, draw_boxes
 from powerclip.data.batch import Batch, shorter_captions
 from powerclip.data.corpus import Corpus
 from powerclip.data.corpus_masks import CorpusMasks
+from powerclip.data.loader import BatchLoader, mix, share_of
 from powerclip.data.packed import PackedCorpus, pack_corpus, take_phrases, take_tokens
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
 from powerclip.data.resample import crop_pictures
-from powerclip.data.stream import BatchLoader, mix, share_of
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
 

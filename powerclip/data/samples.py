@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from powerclip.alignment.trees import Tree, flat_tree, tree_from_spans
 from powerclip.data.captions import read_captions
 from powerclip.data.decode import Crop, decode_crop
 from powerclip.data.faults import FLAT_TREES, BadSample, Fault, FaultReport
@@ -23,6 +22,7 @@ from powerclip.data.order import Place
 from powerclip.data.shard_reader import NoSidecar, OpenShard, ShardReader
 from powerclip.data.sidecar import Miss
 from powerclip.data.tokens import CaptionTokenizer, TokenizedCaption
+from powerclip.data.trees import Tree, flat_tree, tree_from_spans
 from powerclip.errors import UserError
 
 _CAPTION, _CROP, _MASKS, _BOXES = range(4)  # what a key is for: to draw more of one does not change another

@@ -11,9 +11,9 @@ import torch
 
 from powerclip.alignment.regions import random_boxes
 from powerclip.data.batch import Batch
+from powerclip.data.loader import BatchLoader, mix, share_of
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
 from powerclip.data.scenes import generate, render
-from powerclip.data.stream import BatchLoader, mix, share_of
 from powerclip.data.tokens import CaptionTokenizer, Nodes, pack_phrases
 from powerclip.errors import UserError
 

@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader
 
 from powerclip.data.batch import Batch
 from powerclip.data.faults import FaultWatch
+from powerclip.data.loader import WORKER_KILLED, BatchLoader
 from powerclip.data.order import StreamOrder
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
 from powerclip.data.samples import Look, SampleMaker
 from powerclip.data.shard_batches import BatchMaker, RawBatch
 from powerclip.data.shard_reader import ShardReader
 from powerclip.data.shards import ShardSet
-from powerclip.data.stream import WORKER_KILLED, BatchLoader
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
 

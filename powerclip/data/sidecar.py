@@ -32,9 +32,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from powerclip.alignment.trees import Span
 from powerclip.data.captions import content_hash
 from powerclip.data.mask_codec import unpack_masks
+from powerclip.data.trees import Span
 from powerclip.errors import UserError
 
 FORMAT = 1  # what this code writes, and the only version that it reads
@@ -164,7 +164,7 @@ class TreeSidecar:
         return self._hashes[self._first[row] : self._first[row + 1]].tolist()
 
     def spans(self, key: str, caption: str) -> tuple[Span, ...] | Miss:
-        """The phrases of a caption; for `powerclip.alignment.trees.tree_from_spans`."""
+        """The phrases of a caption; for `powerclip.data.trees.tree_from_spans`."""
         at = self._find(key, content_hash(caption))
         return at if isinstance(at, Miss) else self._spans(at)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, split_member
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 
 FORMAT = 1
 _BLOCK = 512
@@ -174,7 +174,7 @@ def keep_index(index: TarIndex, tar: Path, folder: Path | None = None) -> Path:
     tried = places(tar, folder)
     for path in tried:
         try:
-            write_whole(path, content)
+            write_atomic(path, content)
         except OSError as error:
             problem = error.strerror or str(error)
         else:

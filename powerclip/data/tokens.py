@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.trees import Tree, is_word
 from powerclip.data.cleaning import align
+from powerclip.data.trees import Tree, is_word
 from powerclip.errors import UserError
 
 if TYPE_CHECKING:

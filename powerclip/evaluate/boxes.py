@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerclip.alignment.trees import Span, is_word, shorten
+from powerclip.data.trees import Span, is_word, shorten
 from powerclip.errors import UserError, nearest
-from powerclip.evaluate.pictures import FilePictures
+from powerclip.evaluate.images import FilePictures
 from powerclip.evaluate.tasks import Box, PointingGame
 
 UNITS = ("pixels", "shares")

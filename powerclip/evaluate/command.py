@@ -8,7 +8,7 @@ from pathlib import Path
 
 from powerclip.errors import UserError
 from powerclip.evaluate.ranks import device_for, ranks_of_torchrun
-from powerclip.evaluate.suite_run import Evaluated, Job, evaluate, jobs_for_paths, jobs_for_suite
+from powerclip.evaluate.runner import Evaluated, Job, evaluate, jobs_for_paths, jobs_for_suite
 from powerclip.evaluate.suites import choose
 
 
@@ -36,14 +36,14 @@ def evaluate_model(
     """
     with ranks_of_torchrun() as ranks:
         # What costs nothing to check is checked before the model is loaded.
-        jobs = ranks.together(lambda: _jobs(paths, pointing, suite, data, datasets))
+        jobs = ranks.raise_on_all(lambda: _jobs(paths, pointing, suite, data, datasets))
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / re.sub(r"[^\w.-]+", "-", name)
 
         from powerclip.data.tokens import CaptionTokenizer
         from powerclip.encoders import load
 
-        encoder, _, tokenizer = ranks.together(
+        encoder, _, tokenizer = ranks.raise_on_all(
             lambda: load(model, pretrained=pretrained, device=device_for(ranks, device))
         )
         found = evaluate(
@@ -58,7 +58,7 @@ def evaluate_model(
             quiet=quiet,
             ranks=ranks,
         )
-        if ranks.first and not quiet:
+        if ranks.is_main and not quiet:
             parts = ((found.missing, "missing"), (found.failed, "failed"))
             left = [f"{len(part)} {what}" for part, what in parts if part]
             print(f"results: {target}" + (f" ({', '.join(left)})" if left else ""))

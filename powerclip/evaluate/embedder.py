@@ -21,11 +21,11 @@ from powerclip.data.pixels import Normaliser, squash
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.evaluate.embeddings import BATCH, device_of, evaluating
-from powerclip.evaluate.pictures import Pictures
+from powerclip.evaluate.images import Pictures
 from powerclip.evaluate.ranks import threads_for
 from powerclip.evaluate.watch import Watch, unwatched
-from powerclip.files import write_whole
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,7 +62,7 @@ class Embedder:
         tokenizer: CaptionTokenizer,
         cache: Path | None = None,
         threads: int | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
     ) -> None:
         from powerclip.encoders import preprocess_for
 
@@ -140,14 +140,14 @@ class Embedder:
         """Embeddings [texts, D] on the CPU."""
         # Half a character, which JSON can hold, has bytes as well.
         key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
-        found = self.ranks.from_first(lambda: self._load(key))
+        found = self.ranks.broadcast(lambda: self._load(key))
         if found is None:
             unique = list(dict.fromkeys(texts))
             place = {text: number for number, text in enumerate(unique)}
             with evaluating(self.encoder):
                 vectors = self._encode_texts(unique)
             found = {"vectors": vectors[torch.tensor([place[text] for text in texts])]}
-            if self.ranks.first:
+            if self.ranks.is_main:
                 self._store(key, found)
         return found["vectors"]
 
@@ -227,7 +227,7 @@ class Embedder:
         if self.cache is not None:
             from safetensors.torch import save
 
-            write_whole(self.cache / f"{key}.safetensors", save({k: t.contiguous() for k, t in tensors.items()}))
+            write_atomic(self.cache / f"{key}.safetensors", save({k: t.contiguous() for k, t in tensors.items()}))
 
 
 def digest_of(encoder: DualEncoder) -> bytes:

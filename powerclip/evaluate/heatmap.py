@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from powerclip.alignment.phrases import embed_leaves, embed_nodes
-from powerclip.alignment.trees import Tree
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.trees import Tree
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder

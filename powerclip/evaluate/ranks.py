@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from powerclip.errors import UserError
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
     """The processes that torchrun started, or this one alone. What the user got wrong is said by the first of them."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
-        yield ALONE
+        yield SINGLE
         return
     dist.init_process_group("gloo")
     ranks = Ranks(dist.get_rank(), count, int(os.environ.get("LOCAL_RANK", "0")))
@@ -35,7 +35,7 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
         yield ranks
     except UserError:
         # With exit code 0: torchrun stops all ranks when one fails, perhaps before the first has said why.
-        if not ranks.first:
+        if not ranks.is_main:
             raise SystemExit(0) from None
         raise
     finally:
@@ -49,7 +49,7 @@ def device_for(ranks: Ranks, wanted: str | None) -> str:
         UserError: there are more ranks on this machine than GPUs.
     """
     chosen = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen != "cuda" or ranks.alone:
+    if chosen != "cuda" or ranks.is_single:
         return chosen
     if ranks.local >= torch.cuda.device_count():
         raise UserError(
@@ -61,7 +61,7 @@ def device_for(ranks: Ranks, wanted: str | None) -> str:
 
 def threads_for(ranks: Ranks) -> int:
     """Threads that may read pictures: the cores, shared by the ranks on this machine."""
-    beside = 1 if ranks.alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    beside = 1 if ranks.is_single else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, (os.cpu_count() or 1) // beside)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from powerclip.alignment.trees import Tree
 from powerclip.data import scenes as data
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.data.trees import Tree
 from powerclip.evaluate import composition, pointing, retrieval, zero_shot
 from powerclip.evaluate.embeddings import BATCH, embed_texts, evaluating
 from powerclip.evaluate.heatmap import patch_similarity, word_queries

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders import DualEncoder
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 
 Embedded = TypeVar("Embedded", Tensor, tuple[Tensor, Tensor])
 
 
 def spread_encoder(encoder: DualEncoder, ranks: Ranks) -> DualEncoder:
     """The encoder, its work shared among ranks; itself where there is only one."""
-    return encoder if ranks.alone else SpreadEncoder(encoder, ranks)
+    return encoder if ranks.is_single else SpreadEncoder(encoder, ranks)
 
 
 class SpreadEncoder(DualEncoder):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from powerclip.errors import UserError, nearest
-from powerclip.evaluate.folders import read_path
-from powerclip.evaluate.pictures import DatasetPictures
+from powerclip.evaluate.images import DatasetPictures
+from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import CaptionRetrieval, Classification, LinearProbe, Task
 
 EXTRA = "install the definitions of the benchmarks first: pip install 'powerclip[eval]'"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from powerclip.errors import UserError
-from powerclip.evaluate.tables import Column, Table
+from powerclip.evaluate.paper_tables import Column, Table
 
 NOTE = "Percent. Best bold, second of three or more underlined, by the values as shown."
 DAGGER = " † as published in the paper, not measured here."

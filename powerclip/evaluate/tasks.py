@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from powerclip.alignment.trees import Span, Tree, tree_from_spans
+from powerclip.data.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
 from powerclip.evaluate import composition, pointing, retrieval
 from powerclip.evaluate.embedder import Embedded, Embedder
 from powerclip.evaluate.embeddings import BATCH, device_of
 from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
-from powerclip.evaluate.pictures import Pictures
+from powerclip.evaluate.images import Pictures
 from powerclip.evaluate.probe import ProbeSettings, train_probe
 from powerclip.evaluate.zero_shot import class_embeddings, top_accuracy
 

@@ -35,7 +35,7 @@ from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.attentive import resample_scores, select_attentive
 from powerclip.objectives.settings import check_least, check_positive, check_share
 from powerclip.objectives.views import cover, shape_crops, take_crops
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -77,7 +77,7 @@ class TwoViews(Features):
     seen: Tensor  # [C, W] the teacher's, without a gradient
 
 
-def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = ALONE) -> Tensor:
+def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = SINGLE) -> Tensor:
     """NT-Xent of C pairs of views [C, P]: each view's positive is the other, all 2C − 2 others are negatives."""
     one, other = (F.normalize(view.float(), dim=-1) for view in (one, other))
     views = torch.cat([ranks.gather(one), ranks.gather(other)])
@@ -133,7 +133,7 @@ class AClip(Objective):
         """Four numbers [C, 2, 4] for each view."""
         return draws(count, 2, 4)
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
         """Where the views lie."""
         assert noise is not None
         return Plan(crops=shape_crops(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
@@ -161,7 +161,7 @@ class AClip(Objective):
             "seen": seen,
         }
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """CLIP's loss of both views, SimCLR's between them and BYOL's against the teacher."""
         if not isinstance(features, TwoViews):
             raise TypeError("a_clip's loss needs the features of its own encode")
@@ -173,7 +173,7 @@ class AClip(Objective):
         total = clip + self.settings.simclr_weight * contrast + self.settings.byol_weight * distance
         return Terms(total, {"clip": clip.detach(), "simclr": contrast.detach(), "byol": distance.detach()})
 
-    def run_heads(self, features: TwoViews, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor, Tensor]:
+    def run_heads(self, features: TwoViews, ranks: Ranks = SINGLE) -> tuple[Tensor, Tensor, Tensor]:
         """z and p [C, 2, P] of both views and t [C, P]. P: what the heads give.
 
         They normalise over the batch, so they are no part of `encode`, which may see parts of it.

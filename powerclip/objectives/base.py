@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from powerclip.encoders.features import Features
 from powerclip.encoders.vision import dropout_selector
 from powerclip.objectives.plan import Draws, Plan
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -72,7 +72,7 @@ class Objective(nn.Module):
             return None
         return draws(count, encoder.grid[0] * encoder.grid[1])
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
         """What is done with images [C, 3, H, W], given what was drawn for them.
 
         `images` are all those of this rank; what the other ranks' images have to say is asked of `ranks`.
@@ -103,9 +103,9 @@ class Objective(nn.Module):
 
     def plan_alone(self, encoder: DualEncoder, images: Tensor) -> Plan:
         """A plan for images that are the whole batch, drawn with torch's own generator."""
-        return self.plan(encoder, images, self.draw(encoder, len(images), Draws(images.device, None, ALONE)), ALONE)
+        return self.plan(encoder, images, self.draw(encoder, len(images), Draws(images.device, None, SINGLE)), SINGLE)
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """The loss of encoded features; each objective has its own.
 
         On several ranks, features and batch are this one's, and the mean over ranks is the loss of the whole batch.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 
 
 def batch_norm(module: nn.BatchNorm1d, values: Tensor, ranks: Ranks) -> Tensor:
     """What `module` would give for these rows [C, D] among those of all ranks, the same number on each."""
-    if ranks.alone or not module.training:
+    if ranks.is_single or not module.training:
         return module(values)  # type: ignore[no-any-return]
     with torch.autocast(values.device.type, enabled=False):
         rows = values.float()

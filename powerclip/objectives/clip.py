@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.objectives.base import Objective, Terms
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
     from powerclip.encoders import Features
 
 
-def clip_loss(image: Tensor, text: Tensor, scale: Tensor, ranks: Ranks = ALONE) -> Tensor:
+def clip_loss(image: Tensor, text: Tensor, scale: Tensor, ranks: Ranks = SINGLE) -> Tensor:
     """The contrastive loss of C matched, normalised embeddings [C, D].
 
     Each of several ranks contrasts its images with all captions and its captions with all images.
     """
     image, text, scale = image.float(), text.float(), scale.float()
     to_text = scale * image @ ranks.gather(text).T
-    to_image = to_text.T if ranks.alone else scale * text @ ranks.gather(image).T
+    to_image = to_text.T if ranks.is_single else scale * text @ ranks.gather(image).T
     labels = torch.arange(len(image), device=image.device) + ranks.rows(len(image)).start
     return (F.cross_entropy(to_text, labels) + F.cross_entropy(to_image, labels)) / 2
 
@@ -38,7 +38,7 @@ class Clip(Objective):
 
     dense = False
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """CLIP's loss alone."""
         loss = clip_loss(features.image, features.text, features.logit_scale, ranks)
         return Terms(loss, {"clip": loss.detach()})

@@ -26,7 +26,7 @@ from powerclip.objectives.late_interaction import group_lengths, late_interactio
 from powerclip.objectives.scale import clamp_scale, learned_scale
 from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -51,7 +51,7 @@ def filip_loss(
     patches: Tensor,
     real: Tensor,
     scale: Tensor,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     lengths: Sequence[int] = (),
 ) -> Tensor:
     """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal.
@@ -64,7 +64,7 @@ def filip_loss(
     unit_words = F.normalize(torch.where(real.unsqueeze(-1), words.float(), 0.0), dim=-1).to(words.dtype)
     unit_patches = F.normalize(patches.float(), dim=-1).to(words.dtype)
     count = len(patches)
-    if not ranks.alone:
+    if not ranks.is_single:
         # Captions are only as long as the longest of their own rank.
         found = ranks.numbers(real.shape[1], *group_lengths(lengths or [real.shape[1]] * count))
         missing = max(size for size, *_ in found) - real.shape[1]
@@ -88,7 +88,7 @@ class Filip(Objective):
         self.settings = settings or FilipSettings()
         self.log_scale = learned_scale(self.settings.scale)
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """The weighted sum of both losses."""
         clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         real = real_tokens(batch.tokens, self.settings.ends)

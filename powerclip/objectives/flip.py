@@ -20,7 +20,7 @@ from powerclip.objectives.base import Phase
 from powerclip.objectives.clip import Clip
 from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.settings import check_least, check_share
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
@@ -62,6 +62,6 @@ class Flip(Clip):
         """A number for each patch, unless this is the tuning phase."""
         return draws(count, encoder.grid[0] * encoder.grid[1]) if self.masking else None
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
         """The patches with the highest numbers stay."""
         return Plan() if noise is None else Plan(kept=RandomPatches(self.settings.keep).choose(noise))

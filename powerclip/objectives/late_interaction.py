@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powerclip.compiled import compile_shapes
+from powerclip.runtime.compile import compile_shapes
 
 # Elements of a block of similarities: 256 MiB in bf16, far beyond what a matrix product needs to be efficient.
 BLOCK_ELEMENTS = 2**27

@@ -16,7 +16,7 @@ from powerclip.encoders.vision import embed_image
 from powerclip.objectives.clip import Clip
 from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.clusters import kept_count, mask_near
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
@@ -37,7 +37,7 @@ class MaskedClip(Clip):
         return draws(count, 2, encoder.grid[0] * encoder.grid[1])
 
     @torch.no_grad()
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
         """Choose the patches that stay; one threshold for the images of all ranks."""
         assert noise is not None
         near, protected = [], []
@@ -49,7 +49,7 @@ class MaskedClip(Clip):
         chosen = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
         return Plan(kept=chosen.kept, shown=chosen.shown)
 
-    def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = ALONE) -> Selection:
+    def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = SINGLE) -> Selection:
         """The patches that are far from every anchor."""
         settings = self.settings
         return mask_near(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, Selection
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Draws:
 
     device: torch.device
     generator: torch.Generator | None = None
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE
 
     def __call__(self, count: int, *shape: int) -> Tensor:
         """Numbers [count, *shape] in [0, 1)."""

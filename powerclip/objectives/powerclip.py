@@ -23,7 +23,7 @@ from powerclip.alignment.embed import embed_parts
 from powerclip.alignment.loss import alignment_loss
 from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -54,7 +54,7 @@ class PowerClip(Objective):
         super().progress(step, steps)
         self.done = step / steps
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """CLIP's loss plus the weighted alignment loss."""
         clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         # Arguments reach ±1e4 at τ = 0.001: bf16 would keep three digits of them.

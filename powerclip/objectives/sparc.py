@@ -25,7 +25,7 @@ from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.scale import clamp_scale, learned_scale
 from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -79,7 +79,7 @@ class Sparc(Objective):
         self.settings = settings or SparcSettings()
         self.log_scale = learned_scale(self.settings.scale)
 
-    def loss(self, features: Features, batch: Batch, ranks: Ranks = ALONE) -> Terms:
+    def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """The weighted sum of both losses; the local one is a mean over pairs, and so over ranks."""
         clip = clip_loss(features.image, features.text, features.logit_scale, ranks)
         real = real_tokens(batch.tokens, self.settings.ends)

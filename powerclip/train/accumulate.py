@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.data.batch import Batch, shorter_captions
-from powerclip.data.stream import mix
+from powerclip.data.loader import mix
 from powerclip.encoders import Features
 from powerclip.objectives import Terms
 from powerclip.objectives.plan import Draws, Plan

@@ -12,18 +12,18 @@ from open_clip import CLIPTextCfg
 from powerclip.data.corpus import Corpus, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.corpus_masks import CorpusMasks, read_masks
+from powerclip.data.loader import BatchLoader
 from powerclip.data.packed import PackedCorpus, pack_corpus
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
 from powerclip.data.sidecar import Kind, sidecar_path
-from powerclip.data.stream import BatchLoader
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.evaluate.sugarcrepe import SugarCrepe, read_sugarcrepe
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.recipe import DataSection, Recipe
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class CorpusStore:
 
         return self._once(("comparisons", path), read)
 
-    def shards(self, data: DataSection, ranks: Ranks = ALONE) -> ShardSet:
+    def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
         """The shards of a recipe's data section, indexed."""
         assert data.shards is not None  # DataSection sees to it
         shards = data.shards
@@ -128,7 +128,7 @@ def make_loader(
     store: CorpusStore | None = None,
     device: torch.device | str = "cpu",
     compiled: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     warn: Callable[[str], None] | None = None,
 ) -> BatchLoader:
     """The batches that a recipe describes, in the form that an encoder reads.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from powerclip.data.stream import BatchLoader
+from powerclip.data.loader import BatchLoader
 from powerclip.errors import UserError
 from powerclip.train.recipe import Recipe, steps_of
 

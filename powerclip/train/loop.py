@@ -15,20 +15,22 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.data.stream import killed_workers
+from powerclip.data.loader import killed_workers
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives import Terms
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
+from powerclip.runtime.environment import note_environment
+from powerclip.runtime.progress import Progress, duration
+from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import checkpoint
 from powerclip.train.accumulate import backward
 from powerclip.train.checkpoint_writer import CheckpointWriter
 from powerclip.train.chip import ChipShare
 from powerclip.train.clock import StepClock
 from powerclip.train.data import CorpusStore, make_loader, note_squashing
-from powerclip.train.distributed import Nothing, joined
-from powerclip.train.environment import note_environment
+from powerclip.train.distributed import NullLogger
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, step_if_finite
 from powerclip.train.inputs import check_inputs
@@ -36,13 +38,11 @@ from powerclip.train.length import with_steps
 from powerclip.train.memory import enough_memory
 from powerclip.train.metrics import CollapseWatch, MetricsLog, read_metrics
 from powerclip.train.optimizer import learning_rate
-from powerclip.train.progress import Progress, duration
 from powerclip.train.recipe import Recipe
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.sharding import clip_gradients, whole_encoder
-from powerclip.train.signals import Signals, Stopped, Wish
-from powerclip.train.state import TrainState, choose_device, start
+from powerclip.train.state import TrainState, start
 from powerclip.train.statistics import batch_statistics, memory
 from powerclip.train.towers import is_compiled
 from powerclip.train.wandb_log import WandbLog, require_wandb
@@ -86,9 +86,9 @@ def train(
 
     Raises:
         UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
-        Stopped: SIGTERM asked for it; a checkpoint of the last step is written.
+        Preempted: SIGTERM asked for it; a checkpoint of the last step is written.
     """
-    with enough_memory(), killed_workers(), joined(recipe.train.device) as ranks:
+    with enough_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
         return run(
             recipe,
             RunFolder(Path(output)),
@@ -120,24 +120,24 @@ def run(
     began = time.perf_counter()
     settings = recipe.train
     afresh = resume == "auto"
-    resume = ranks.from_first(lambda: may_begin(folder, recipe, resume, overwrite))
-    console = console if ranks.first else Console(quiet=True)
+    resume = ranks.broadcast(lambda: may_begin(folder, recipe, resume, overwrite))
+    console = console if ranks.is_main else Console(quiet=True)
     progress = Progress(folder.root.name, settings.steps, quiet=quiet, console=console)
     wandb = settings.wandb
     if wandb:
         require_wandb()
     # What can be wrong with a recipe shows here, before anything is written.
-    ranks.together(lambda: check_inputs(recipe))
+    ranks.raise_on_all(lambda: check_inputs(recipe))
     if resume and folder.finished:
         # Before the run is made: it may have been one for another machine.
-        device = ranks.together(lambda: choose_device(settings.device, ranks))
+        device = ranks.raise_on_all(lambda: choose_device(settings.device, ranks))
         progress.say(f"{folder.root} is finished: nothing to resume")
         return finished_run(folder, device)
-    state = ranks.together(lambda: start(recipe, ranks))
+    state = ranks.raise_on_all(lambda: start(recipe, ranks))
     note_squashing(recipe, state.encoder)
     store = store or CorpusStore(progress.say)
     compiled = is_compiled(settings, state.device)
-    loader = ranks.together(
+    loader = ranks.raise_on_all(
         lambda: make_loader(
             recipe,
             state.encoder,
@@ -148,7 +148,7 @@ def run(
             warn=progress.warn,
         )
     )
-    evaluate = evaluate or ranks.together(lambda: make_evaluation(recipe, state.encoder, store))
+    evaluate = evaluate or ranks.raise_on_all(lambda: make_evaluation(recipe, state.encoder, store))
     recipe = with_steps(recipe, loader)
     settings, progress.total = recipe.train, recipe.train.steps
     guard = Guard(settings.max_skipped, (state.encoder, state.objective), progress.warn)
@@ -159,12 +159,12 @@ def run(
             state.restore(saved)
             guard.restore(saved.get("guard", {}))
         progress.say(f"{folder.root} continues after step {state.step} of {settings.steps}")
-    elif ranks.first:
+    elif ranks.is_main:
         folder.begin(recipe)
 
-    log: MetricsLog | Nothing = Nothing()
-    writer: CheckpointWriter | Nothing = Nothing()
-    if ranks.first:
+    log: MetricsLog | NullLogger = NullLogger()
+    writer: CheckpointWriter | NullLogger = NullLogger()
+    if ranks.is_main:
         note_environment(folder.environment, state.step)
         also = [WandbLog(wandb, recipe, folder.root, resumed=state.step > 0)] if wandb else []
         log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step, also=also)
@@ -186,7 +186,7 @@ def run(
                 watch.add(terms.parts)
                 counts.update(batch.counts)
                 step, last = state.step, state.step == settings.steps
-                wish = Wish(ranks.most(signals.wish()))
+                request = StopRequest(ranks.max_int(signals.request()))
                 values = None
                 logged = last or step % settings.log_every == 0 or step == 1
                 kept = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
@@ -212,18 +212,18 @@ def run(
                 if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:
                     with clock.pause():
                         log.write(step, run_evaluation(evaluate, state))
-                if (kept or wish) and not last:
+                if (kept or request) and not last:
                     guard.settle()
                     writer.write(step, {**state.snapshot(), "guard": guard.snapshot()})
                     signals.written()
-                if wish is Wish.STOP and not last:
+                if request is StopRequest.STOP and not last:
                     writer.wait(needed=True)
-                    raise Stopped(f"stopped after step {step} of {settings.steps}, as asked")
+                    raise Preempted(f"stopped after step {step} of {settings.steps}, as asked")
                 if on_step:
                     on_step(state)
             guard.settle()
         encoder = whole_encoder(state.encoder).eval()
-        if settings.save_model and ranks.first:
+        if settings.save_model and ranks.is_main:
             save(encoder, folder.model)
         scores = run_evaluation(evaluate, state) if evaluate else {}
         if scores:
@@ -238,7 +238,7 @@ def run(
         scores={name.removeprefix("evaluate/"): score for name, score in scores.items()},
         last=values or {},
     )
-    if ranks.first:
+    if ranks.is_main:
         write_results(folder.results, results)
     progress.say(f"{folder.root} finished after {settings.steps} steps ({duration(results.seconds)})")
     if scores:
@@ -264,8 +264,8 @@ def newest_state(folder: RunFolder, ranks: Ranks, progress: Progress, *, afresh:
         looked.append(checkpoint.newest(folder.checkpoints, progress.warn, afresh=afresh))
         return None if looked[0] is None else looked[0]["step"]
 
-    step = ranks.from_first(look)
-    if step is None or ranks.first:
+    step = ranks.broadcast(look)
+    if step is None or ranks.is_main:
         return looked[0] if looked else None
     return checkpoint.read(checkpoint.checkpoint_path(folder.checkpoints, step))
 
@@ -300,7 +300,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
 
 def share_terms(terms: Terms, ranks: Ranks) -> Terms:
     """The terms of the whole batch, from those of each rank."""
-    if ranks.alone:
+    if ranks.is_single:
         return terms
     values = torch.stack([terms.total.detach(), *(part.to(terms.total.dtype) for part in terms.parts.values())])
     total, *parts = ranks.mean(values).unbind()

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 
 # Fifty dead steps in a row do not come from noise: a batch of learning rows always ranks some of them right.
 WINDOW = 50
@@ -40,7 +40,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         kept = [row for row in read_metrics(path) if row["step"] <= after] if after else []
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1 if after else None)
         self._also = also

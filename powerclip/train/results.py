@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 from powerclip.train import schema
 
 # The first logged steps compile, warm caches up and wait for the first batches.
@@ -29,7 +29,7 @@ class Results:
 
 def write_results(path: Path, results: Results) -> None:
     """Write the file, whole or not at all."""
-    write_whole(path, (json.dumps(asdict(results), indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps(asdict(results), indent=1) + "\n").encode())
 
 
 def read_results(path: Path) -> Results:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 
@@ -85,7 +85,7 @@ class RunFolder:
         for file in (self.metrics, self.environment):
             file.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
-        write_whole(self.recipe, dump(recipe).encode())
+        write_atomic(self.recipe, dump(recipe).encode())
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""

@@ -15,8 +15,8 @@ from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.self_attention import attend_without_copies
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
-from powerclip.ranks import ALONE, Ranks
-from powerclip.train.distributed import check_batch, own_gpu, wrap
+from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
+from powerclip.train.distributed import check_batch, wrap
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.recipe import Recipe
 from powerclip.train.sharding import is_sharded, load_module, load_optimizer, shard, whole
@@ -34,7 +34,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     bare_towers: Towers  # the encoder as the objective runs it
     towers: nn.Module  # the same, wrapped so that gradients are averaged over ranks
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE
 
     @property
     def loose(self) -> list[Tensor]:
@@ -75,7 +75,7 @@ class TrainState:
             torch.cuda.set_rng_state(own["cuda"], self.device)
 
 
-def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
+def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     """A run at step 0: weights drawn from `train.seed`, or pretrained ones. UserError when it cannot run here."""
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
@@ -93,9 +93,9 @@ def start(recipe: Recipe, ranks: Ranks = ALONE) -> TrainState:
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()
-    sharded = settings.sharding == "full" and not ranks.alone
+    sharded = settings.sharding == "full" and not ranks.is_single
     by_blocks = sharded or settings.compile == "blocks"
-    graphs = settings.compile == "auto" and device.type == "cuda" and ranks.alone and settings.accumulate == 1
+    graphs = settings.compile == "auto" and device.type == "cuda" and ranks.is_single and settings.accumulate == 1
     bare = Towers(settings, objective, encoder, sharded=sharded, graphs=graphs)
     towers: nn.Module = bare
     if by_blocks and is_compiled(settings, device):
@@ -116,22 +116,3 @@ def check_backend(recipe: Recipe, device: torch.device) -> None:
         choose(recipe.alignment, device)
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """The device of that name; `auto` is a GPU when there is one, and each of several ranks has its own."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"train.device: {name!r} is not a device; use auto, cpu or cuda") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {name} is not there (GPUs that torch sees: {torch.cuda.device_count()})")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device: {name!r} is not supported; use auto, cpu or cuda")
-    if device.type == "cuda" and not ranks.alone:
-        if device.index is not None:
-            raise UserError(f"train.device: {name} is one GPU, and there are {ranks.count} ranks; use auto or cuda")
-        return own_gpu(ranks)
-    return device

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from powerclip.compiled import compile_shapes, raise_limit
 from powerclip.encoders.dual import join_groups
 from powerclip.encoders.text import text_tower
 from powerclip.objectives import Objective, encode
 from powerclip.objectives.plan import Plan
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.compile import compile_shapes, raise_limit
+from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.recipe import TrainSection
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Towers(nn.Module):
         return type(features), fields
 
     @torch.no_grad()
-    def plan(self, images: Tensor, noise: Tensor | None, ranks: Ranks = ALONE) -> Plan:
+    def plan(self, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
         """What the objective decides on before the towers run."""
         if noise is None:
             return Plan()

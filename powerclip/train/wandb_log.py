@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 from powerclip.train.recipe import Recipe
 
 
@@ -31,7 +31,7 @@ class WandbLog:
         wandb = require_wandb()
         note = folder / "wandb-id"
         identity = note.read_text(encoding="utf-8").strip() if resumed and note.is_file() else secrets.token_hex(4)
-        write_whole(note, f"{identity}\n".encode())
+        write_atomic(note, f"{identity}\n".encode())
         self._run = wandb.init(
             project=project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=asdict(recipe)
         )

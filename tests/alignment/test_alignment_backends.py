@@ -73,7 +73,7 @@ def test_torch_and_reference_give_the_same_loss_and_gradients(negatives, preset,
 def test_streaming_over_blocks_of_images_and_captions_changes_nothing(monkeypatch):
     config = AlignmentConfig(negatives="k", k=3)
     whole = alignment_loss(random_parts(11, 4, 8, seed=3), config).loss
-    monkeypatch.setattr("powerclip.alignment.kernels.hardest.hardest_pairs.__defaults__", (4, 3))
+    monkeypatch.setattr("powerclip.alignment.hardest.hardest_pairs.__defaults__", (4, 3))
     torch.testing.assert_close(alignment_loss(random_parts(11, 4, 8, seed=3), config).loss, whole)
 
 

@@ -18,7 +18,7 @@ from powerclip.alignment import spread as spread_module
 from powerclip.alignment.contrast import hardest
 from powerclip.alignment.score import score_all
 from powerclip.alignment.spread import find_hardest, gather_nodes, spread_contrast
-from powerclip.ranks import ALONE
+from powerclip.runtime.distributed import SINGLE
 
 
 @pytest.mark.parametrize("gradient", ["select", "autograd"])
@@ -29,7 +29,7 @@ def test_for_one_rank_it_is_the_loss_of_one_process(name, gradient):
     for spread in (True, False):
         parts = random_parts(8, 5, 16, seed=0, dtype=torch.float32)
         if spread:
-            loss, positive, worst = spread_contrast(parts, config, config.scale, ALONE)
+            loss, positive, worst = spread_contrast(parts, config, config.scale, SINGLE)
         else:
             whole = alignment_loss(parts, config)
             loss, positive, worst = whole.loss, whole.positive, whole.negative
@@ -43,7 +43,7 @@ def test_for_one_rank_it_is_the_loss_of_one_process(name, gradient):
 def test_the_hardest_are_found_in_blocks_of_any_size(monkeypatch, k, block):
     monkeypatch.setattr(spread_module, "BLOCK_ELEMENTS", block)
     parts, config = random_parts(7, 4, 8, seed=2), AlignmentConfig()
-    captions, images = find_hardest(parts, config, k, ALONE)
+    captions, images = find_hardest(parts, config, k, SINGLE)
     scores = score_all(parts.regions, parts.nodes, parts.segments, config).detach()
     assert torch.equal(captions, hardest(scores, k))
     assert torch.equal(images, hardest(scores.T, k))
@@ -51,7 +51,7 @@ def test_the_hardest_are_found_in_blocks_of_any_size(monkeypatch, k, block):
 
 def test_nodes_that_are_gathered_from_one_rank_are_its_own():
     parts: Parts = random_parts(5, 3, 8, seed=1)
-    nodes, segments = gather_nodes(parts, ALONE)
+    nodes, segments = gather_nodes(parts, SINGLE)
     assert torch.equal(nodes, parts.nodes)
     assert torch.equal(segments.index, parts.segments.index)
     assert segments.longest == parts.segments.longest
@@ -67,7 +67,7 @@ from alignment_examples import random_parts
 from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, score, spread
 from powerclip.alignment.kernels import pairs
 from powerclip.alignment.ragged import Segments
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 
 def refuse(*_, **__):
     raise AssertionError("the host asks how many pairs are its own")

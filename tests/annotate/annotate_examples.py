@@ -16,11 +16,11 @@ import numpy as np
 from mini_corpus import write_shard
 from PIL import Image
 
-from powerclip.alignment.trees import Span
 from powerclip.annotate.job import Job
 from powerclip.annotate.parsers import Parsed
 from powerclip.annotate.pipeline import ShardAnnotator
-from powerclip.annotate.trees import TreeAnnotator
+from powerclip.annotate.tree_annotator import TreeAnnotator
+from powerclip.data.trees import Span
 
 LONG = "far too long"  # what TestParser gives up on
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from powerclip import cli
 from powerclip.annotate.job import parse_settings
 from powerclip.annotate.pipeline import Outcome, State
-from powerclip.annotate.progress import Progress
+from powerclip.annotate.shard_progress import Progress
 from powerclip.annotate.writer import sweep
 from powerclip.data.sidecar import read_regions, read_trees
 from powerclip.errors import UserError
@@ -185,7 +185,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("powerclip.annotate.progress.time.monotonic", clock)
+    monkeypatch.setattr("powerclip.annotate.shard_progress.time.monotonic", clock)
     return clock
 
 

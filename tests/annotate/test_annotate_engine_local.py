@@ -61,7 +61,7 @@ def test_the_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(tmp_pat
 
 
 def test_processes_that_die_cost_no_shard_but_one_that_kills_them_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("powerclip.crew.ATTEMPTS", 2)
+    monkeypatch.setattr("powerclip.runtime.processes.ATTEMPTS", 2)
     shards = make_shards(tmp_path / "shards", 8)
     (tmp_path / "pids").mkdir()
     job = SlowJob("trees", "words", tmp_path / "side", pids=tmp_path / "pids", deadly="number 7")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.alignment.trees import Span, is_word, tree_from_spans
 from powerclip.annotate.parsers import load_parser
 from powerclip.annotate.parsers.benepar_adapter import BeneparParser
 from powerclip.annotate.parsers.library import LibraryParser, squeeze
 from powerclip.annotate.parsers.stanza_adapter import StanzaParser
+from powerclip.data.trees import Span, is_word, tree_from_spans
 from powerclip.errors import UserError
 
 CAPTION = "  It's a dog\r\non a  chair."

@@ -2,10 +2,10 @@
 
 import pytest
 
-from powerclip.alignment.trees import Span
 from powerclip.annotate.parsers import PARSERS, load_parser
 from powerclip.annotate.parsers.base import unparsable
 from powerclip.annotate.parsers.english import is_english
+from powerclip.data.trees import Span
 from powerclip.errors import UserError
 
 

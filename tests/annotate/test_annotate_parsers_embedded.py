@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from powerclip.alignment.trees import Span, is_word, tree_from_spans
 from powerclip.annotate.parsers import load_parser
 from powerclip.annotate.parsers.embedded import WEIGHTS, EmbeddedParser
+from powerclip.data.trees import Span, is_word, tree_from_spans
 
 # Captions with phrases that are beyond doubt, checked by eye. What they leave out (where "with a bear" hangs) may go
 # either way.

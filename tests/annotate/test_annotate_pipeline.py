@@ -12,10 +12,10 @@ from annotate_examples import LONG, WordParser, make_shard, photo
 from mini_corpus import write_shard
 
 from powerclip.annotate.pipeline import State
-from powerclip.annotate.regions import FAILED, NO_REGION, NOT_READABLE, RegionAnnotator
+from powerclip.annotate.region_annotator import FAILED, NO_REGION, NOT_READABLE, RegionAnnotator
 from powerclip.annotate.segmenters.base import no_masks
 from powerclip.annotate.segmenters.superpixels import Superpixels
-from powerclip.annotate.trees import TreeAnnotator, sample_captions
+from powerclip.annotate.tree_annotator import TreeAnnotator, sample_captions
 from powerclip.data.mask_codec import GRID
 from powerclip.data.sidecar import Miss, read_info, read_regions, read_trees
 from powerclip.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from annotate_examples import photo
 
-from powerclip.annotate.pictures import decode_picture
+from powerclip.annotate.decode_image import decode_picture
 from powerclip.annotate.segmenters import Picture, load_segmenter
 from powerclip.annotate.segmenters.mobile_sam import MobileSam, MobileSamNetwork, load_network
 from powerclip.annotate.segmenters.tiny_vit import TinyViT

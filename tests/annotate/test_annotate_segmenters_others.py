@@ -11,7 +11,7 @@ from annotate_examples import photo
 from PIL import Image
 from pycocotools import mask as coco
 
-from powerclip.annotate.pictures import decode_picture
+from powerclip.annotate.decode_image import decode_picture
 from powerclip.annotate.segmenters import Picture, load_segmenter
 from powerclip.data.mask_codec import GRID, to_grid
 from powerclip.errors import UserError
@@ -139,5 +139,5 @@ def test_what_is_no_picture_is_none(monkeypatch):
     whole = photo()
     for data in (b"", b"text", whole[:100], whole[: len(whole) // 2]):
         assert decode_picture(data) is None
-    monkeypatch.setattr("powerclip.annotate.pictures.MOST_PIXELS", 100)
+    monkeypatch.setattr("powerclip.annotate.decode_image.MOST_PIXELS", 100)
     assert decode_picture(whole) is None

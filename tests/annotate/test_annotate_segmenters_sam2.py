@@ -7,8 +7,8 @@ import pytest
 import torch
 from annotate_examples import make_shard, photo
 
-from powerclip.annotate.pictures import decode_picture
-from powerclip.annotate.regions import RegionAnnotator
+from powerclip.annotate.decode_image import decode_picture
+from powerclip.annotate.region_annotator import RegionAnnotator
 from powerclip.annotate.segmenters import Picture, load_segmenter
 from powerclip.data.mask_codec import GRID
 from powerclip.data.sidecar import read_regions

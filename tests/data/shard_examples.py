@@ -11,7 +11,6 @@ import numpy as np
 from mini_corpus import write_shard
 from PIL import Image
 
-from powerclip.alignment.trees import Span
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
 from powerclip.data.captions import content_hash
 from powerclip.data.mask_codec import GRID, pack_mask
@@ -19,6 +18,7 @@ from powerclip.data.shard_loader import ShardLoader
 from powerclip.data.shards import open_shards
 from powerclip.data.sidecar import Annotator, Kind, SidecarInfo, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.data.trees import Span
 
 TOKENIZER = CaptionTokenizer()
 

@@ -11,8 +11,8 @@ import torch
 from mini_corpus import COLOURS, png, write_shard
 from PIL import Image
 
-from powerclip.alignment.trees import flat_tree, parse_bracketed
 from powerclip.data.corpus import NO_CAPTION, NO_PICTURE, NO_TREE, WRONG_TREE, read_corpus, read_trees
+from powerclip.data.trees import flat_tree, parse_bracketed
 from powerclip.errors import UserError
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from powerclip.alignment.trees import parse_bracketed
 from powerclip.data.batch import Batch
 from powerclip.data.corpus import Corpus, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader, random_crops
 from powerclip.data.packed import pack_corpus, take_phrases
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser, squash
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.trees import parse_bracketed
 from powerclip.errors import UserError
 
 

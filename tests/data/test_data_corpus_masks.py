@@ -17,11 +17,11 @@ from powerclip.data.captions import content_hash
 from powerclip.data.corpus import Corpus, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader, random_crops
 from powerclip.data.corpus_masks import BROKEN, NO_MASK, NO_ROW, STALE, CorpusMasks, crop_masks, read_masks
+from powerclip.data.loader import mix
 from powerclip.data.mask_codec import GRID, pack_mask
 from powerclip.data.masks import choose_regions, overlap
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.sidecar import SidecarError, sidecar_path
-from powerclip.data.stream import mix
 
 COUNTS = [3, 0, 7, 12, 1, 9, 5, 12]  # masks of each picture
 PICTURES = {f"s{number:04d}": encoded(ramp(24, 18, number)) for number in range(len(COUNTS))}

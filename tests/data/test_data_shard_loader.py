@@ -31,10 +31,10 @@ from shard_examples import (
     write_trees,
 )
 
-from powerclip.alignment.trees import flat_tree, tree_from_spans
 from powerclip.data.batch import Batch
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.tokens import pack_phrases
+from powerclip.data.trees import flat_tree, tree_from_spans
 from powerclip.errors import UserError
 
 

@@ -11,7 +11,7 @@ import shard_examples
 import torch
 from shard_examples import block, caption_of, loader, sample, write_regions, write_samples, write_trees
 
-from powerclip.alignment.trees import Span
+from powerclip.data.trees import Span
 from powerclip.errors import UserError
 
 

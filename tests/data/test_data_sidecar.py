@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.alignment.trees import Span, tree_from_spans
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
 from powerclip.data.captions import content_hash
 from powerclip.data.mask_codec import GRID, pack_mask
@@ -27,6 +26,7 @@ from powerclip.data.sidecar import (
     read_trees,
     sidecar_path,
 )
+from powerclip.data.trees import Span, tree_from_spans
 
 CAPTION = "a dog on a chair"
 SPANS = (Span(0, 16, "NP"), Span(0, 5, "NP"), Span(6, 16, "PP"), Span(9, 16, "NP"))

@@ -150,14 +150,14 @@ def test_where_shards_cannot_be_written_the_index_lies_with_the_sidecars_or_in_t
     # Root may write anywhere: a file in the place of a folder stops it too.
     (path,) = write_samples(tmp_path / "shards", [2])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    real = tar_index.write_whole
+    real = tar_index.write_atomic
 
     def read_only(target, content):
         if target.parent == path.parent:
             raise PermissionError(13, "Permission denied")
         real(target, content)
 
-    monkeypatch.setattr(tar_index, "write_whole", read_only)
+    monkeypatch.setattr(tar_index, "write_atomic", read_only)
     load_index(path, tmp_path / "sidecars")
     assert (tmp_path / "sidecars" / "00000.tar.index").is_file()
     load_index(path)

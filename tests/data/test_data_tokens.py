@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
 from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.trees import Span, flat_tree, parse_bracketed, tree_from_spans
 from powerclip.data.tokens import CaptionTokenizer, TokenizedCaption, pack_phrases
+from powerclip.data.trees import Span, flat_tree, parse_bracketed, tree_from_spans
 from powerclip.errors import UserError
 
 CHAIR = "a dog sitting on a red chair"

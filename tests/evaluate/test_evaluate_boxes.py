@@ -15,10 +15,10 @@ from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.pictures import FilePictures
+from powerclip.evaluate.images import FilePictures
+from powerclip.evaluate.paper_tables import build_tables
+from powerclip.evaluate.runner import evaluate, jobs_for_paths
 from powerclip.evaluate.scenes import evaluate_scenes
-from powerclip.evaluate.suite_run import evaluate, jobs_for_paths
-from powerclip.evaluate.tables import build_tables
 
 CAPTION = "a dog sitting on a red chair"
 

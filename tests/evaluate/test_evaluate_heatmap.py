@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, normalize
 
-from powerclip.alignment.trees import parse_bracketed
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.data.trees import parse_bracketed
 from powerclip.encoders import build
 from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
 

@@ -17,9 +17,9 @@ from powerclip.errors import UserError
 from powerclip.evaluate import embedder as embedding
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.folders import read_path
 from powerclip.evaluate.ranks import device_for
-from powerclip.ranks import Ranks
+from powerclip.evaluate.readers import read_path
+from powerclip.runtime.distributed import Ranks
 
 ROOT = Path(powerclip.__file__).parents[1]
 

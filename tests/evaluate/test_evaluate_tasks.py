@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from powerclip.encoders import preprocess_for
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.folders import read_path
-from powerclip.evaluate.pictures import FilePictures
+from powerclip.evaluate.images import FilePictures
 from powerclip.evaluate.probe import ProbeSettings, batches, train_probe
+from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import (
     CaptionPairs,
     Classification,

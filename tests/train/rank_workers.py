@@ -22,10 +22,9 @@ from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives.batch_norm import batch_norm
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, join_ranks
 from powerclip.train.accumulate import backward
 from powerclip.train.data import make_loader
-from powerclip.train.distributed import join, joined
 from powerclip.train.loop import share_terms, train, train_step
 from powerclip.train.recipe import Recipe
 from powerclip.train.sharding import clip_gradients, whole
@@ -144,7 +143,7 @@ def trained(state: TrainState) -> list[tuple[str, Any]]:
 
 
 def look_at_cases(folder: Path, cases: Sequence[str], *overrides: str) -> dict[str, dict[str, Tensor]]:
-    with joined("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         return {case: look(folder, ranks, [*CASES[case], *overrides]) for case in cases}
 
 
@@ -163,14 +162,14 @@ def run_whole(folder: Path, output: Path, stop: int | None, *overrides: str, res
 
 
 def run_in_two_goes(folder: Path, output: Path, *overrides: str) -> None:
-    with joined("cpu"):
+    with join_ranks("cpu"):
         run_whole(folder, output, 7, *overrides)
         run_whole(folder, output, None, *overrides, resume=True)
 
 
 def messages(folder: Path, values: Tensor) -> dict[str, Tensor]:
     """What each message gives this rank of `values` [n, c, D], and the gradient of its own row of them."""
-    with joined("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         found: dict[str, Tensor] = {}
         for name in ("gather", "sum", "mean", "logsumexp"):
             own = values[ranks.rank].clone().requires_grad_()
@@ -196,8 +195,8 @@ def disagree(folder: Path) -> str:
             raise UserError("the shard is gone")
 
     try:
-        with joined("cpu") as ranks:
-            ranks.together(act)
+        with join_ranks("cpu") as ranks:
+            ranks.raise_on_all(act)
     except UserError as error:
         return f"said: {error}"
     except SystemExit as left:
@@ -208,11 +207,11 @@ def disagree(folder: Path) -> str:
 def lose_one(folder: Path) -> str:
     """The second rank leaves while the first waits for it."""
     if os.environ["RANK"] == "1":
-        with joined("cpu") as ranks:
+        with join_ranks("cpu") as ranks:
             ranks.numbers(0)
         return "left"
     try:
-        with joined("cpu") as ranks:
+        with join_ranks("cpu") as ranks:
             ranks.numbers(0)
             ranks.numbers(1)
     except UserError as error:
@@ -223,7 +222,7 @@ def lose_one(folder: Path) -> str:
 def embed(folder: Path, images: Tensor, tokens: Tensor) -> list[Tensor]:
     """What a shared encoder gives for five pictures and captions."""
     encoder: DualEncoder = start(tiny(folder, *TOWERS)).encoder.eval()
-    with joined("cpu") as ranks, torch.inference_mode():
+    with join_ranks("cpu") as ranks, torch.inference_mode():
         shared = spread_encoder(encoder, ranks)
         return [
             shared.encode_image(images),
@@ -235,7 +234,7 @@ def embed(folder: Path, images: Tensor, tokens: Tensor) -> list[Tensor]:
 
 def everything(folder: Path, output: Path, cases: Sequence[str], sharded: Sequence[str]) -> dict[str, Any]:
     """All that two ranks are asked for, in one go: the first connection of a process is the slow part."""
-    with joined("cpu"):
+    with join_ranks("cpu"):
         return {
             "cases": look_at_cases(folder, cases),
             "in parts": look_at_cases(folder, cases, "train.accumulate=2"),
@@ -260,11 +259,11 @@ class OneOfOne(Ranks):
 def look_over(folder: Path, device: str, cases: Sequence[str], *overrides: str) -> dict[str, dict[str, Tensor]]:
     """The cases on a device, through messages of a group of one."""
     ranks = OneOfOne()
-    join(ranks, gpu=device == "cuda")
+    init_process_group(ranks, gpu=device == "cuda")
     settings = (f"train.device={device}", "train.precision=float32", "train.compile=never", *overrides)
     return {case: look(folder, ranks, [*CASES[case], *settings]) for case in cases}
 
 
 def alone(folder: Path, case: str, *overrides: str) -> dict[str, Tensor]:
     """The same with one process."""
-    return look(folder, ALONE, [*CASES[case], *overrides])
+    return look(folder, SINGLE, [*CASES[case], *overrides])

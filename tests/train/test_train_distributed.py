@@ -37,13 +37,13 @@ from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.objectives import encode
 from powerclip.objectives.plan import Draws, Plan
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train import checkpoint
 from powerclip.train.accumulate import backward
 from powerclip.train.data import make_loader
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
-from powerclip.train.state import choose_device, start
+from powerclip.train.state import start
 from powerclip.train.towers import make_plan
 
 # One with a scale of its own, one with a teacher and heads, one that decides over the whole batch.
@@ -161,7 +161,7 @@ def test_plans_and_towers_compile_as_one_graph_each(tmp_path, case):
     compiled_plan, compiled_encode = (
         torch.compile(function, backend=counter, fullgraph=True, dynamic=False) for function in (make_plan, encode)
     )
-    plan = Plan() if noise is None else compiled_plan(state.objective, state.encoder, batch.images, noise, ALONE)
+    plan = Plan() if noise is None else compiled_plan(state.objective, state.encoder, batch.images, noise, SINGLE)
     found = compiled_encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
     expected = encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
     torch.testing.assert_close(found.image, expected.image, atol=1e-5, rtol=1e-4)
@@ -393,7 +393,7 @@ def test_no_thread_of_the_processes_outlives_their_group():
     # One that does can abort Python's exit. open_clip is imported late, as commands do.
     script = """
 from pathlib import Path
-import powerclip.ranks
+import powerclip.runtime.distributed
 import torch
 from torch import distributed as dist
 

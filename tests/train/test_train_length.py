@@ -9,10 +9,10 @@ import pytest
 from tiny_run import tiny, write_tiny
 
 from powerclip.errors import UserError
+from powerclip.runtime.signals import Preempted
 from powerclip.train.loop import train
 from powerclip.train.recipe import load_recipe, parse_recipe
 from powerclip.train.results import read_results
-from powerclip.train.signals import Stopped
 
 
 def on_corpus(folder: Path, corpus: Path, *overrides: str):
@@ -55,7 +55,7 @@ def test_a_run_of_epochs_resumes_unless_the_data_have_changed(tmp_path, mini_cor
             signal.raise_signal(signal.SIGTERM)
 
     run = tmp_path / "run"
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         train(on_corpus(tmp_path, mini_corpus), run, quiet=True, on_step=stop)
     fewer = on_corpus(tmp_path, mini_corpus, f"data.shards={mini_corpus}/train-000.tar")
     with pytest.raises(UserError, match="another recipe"):

@@ -10,7 +10,7 @@ import torch
 from tiny_run import same_weights, tiny, write_tiny
 from typer.testing import CliRunner
 
-from powerclip.annotate.regions import RegionAnnotator
+from powerclip.annotate.region_annotator import RegionAnnotator
 from powerclip.annotate.segmenters.superpixels import Superpixels
 from powerclip.cli import app
 from powerclip.errors import UserError

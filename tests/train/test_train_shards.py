@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from powerclip.cli import app
 from powerclip.data.shard_loader import ShardLoader
 from powerclip.errors import UserError
-from powerclip.ranks import Ranks
+from powerclip.runtime.distributed import Ranks
 from powerclip.train.data import CorpusStore, make_loader
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics

@@ -18,10 +18,11 @@ import torch
 from tiny_run import same_weights, tiny, write_tiny
 
 import powerclip
-from powerclip.train import checkpoint, signals
+from powerclip.runtime import signals
+from powerclip.runtime.signals import EXIT_PREEMPTED, Preempted, Signals, StopRequest
+from powerclip.train import checkpoint
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
-from powerclip.train.signals import EXIT_STOPPED, Signals, Stopped, Wish
 from powerclip.train.state import TrainState
 
 
@@ -55,7 +56,7 @@ def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(tmp_path):
 
 def test_sigterm_writes_a_checkpoint_and_stops_and_the_resumed_run_ends_bit_equal(tmp_path):
     recipe = tiny(tmp_path, "train.checkpoint_every=0")
-    with pytest.raises(Stopped, match="after step 7 of 12"):
+    with pytest.raises(Preempted, match="after step 7 of 12"):
         train(recipe, tmp_path / "run", quiet=True, on_step=raise_at(6, signal.SIGTERM))
     assert steps_of(tmp_path / "run") == [7]
     train(recipe, tmp_path / "run", quiet=True, resume="auto")
@@ -83,7 +84,7 @@ def test_a_second_sigterm_is_not_held_back_and_handlers_are_put_back():
     try:
         with Signals() as listening:
             signal.raise_signal(signal.SIGTERM)
-            assert listening.wish() is Wish.STOP
+            assert listening.request() is StopRequest.STOP
             with pytest.raises(TimeoutError):
                 signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is mine
@@ -101,7 +102,7 @@ def test_a_run_in_another_thread_leaves_the_signals_alone(tmp_path):
 
 def test_resume_auto_begins_continues_and_leaves_a_finished_run(tmp_path):
     recipe, run = tiny(tmp_path), tmp_path / "run"
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         train(recipe, run, quiet=True, resume="auto", on_step=raise_at(7, signal.SIGTERM))
     train(recipe, run, quiet=True, resume="auto")
     before = (run / "model" / "open_clip_model.safetensors").stat().st_mtime_ns
@@ -113,7 +114,7 @@ def test_resume_auto_begins_continues_and_leaves_a_finished_run(tmp_path):
 
 def test_resume_auto_starts_afresh_when_no_checkpoint_is_good(tmp_path):
     recipe, run = tiny(tmp_path), tmp_path / "run"
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         train(recipe, run, quiet=True, on_step=raise_at(7, signal.SIGTERM))
     for path in checkpoint.checkpoints(run / "checkpoints"):
         path.write_bytes(b"torn")
@@ -172,7 +173,7 @@ def test_a_scheduler_stops_the_command_with_a_code_that_says_try_again(tmp_path)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == EXIT_STOPPED == 75
+    assert process.returncode == EXIT_PREEMPTED == 75
     assert "continue with the same command and --resume" in error
     first, last = steps_of(run)
     assert f"stopped after step {last} of 100000" in error

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_run import tiny
 
-from powerclip.alignment.trees import parse_bracketed
 from powerclip.data.batch import Batch
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.trees import parse_bracketed
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.statistics import batch_statistics, memory

@@ -10,8 +10,8 @@ import pytest
 from tiny_run import tiny
 
 from powerclip.errors import UserError
+from powerclip.runtime.signals import Preempted
 from powerclip.train.loop import train
-from powerclip.train.signals import Stopped
 
 
 class FakeRun:
@@ -44,7 +44,7 @@ def test_every_row_goes_to_the_project_and_a_resumed_run_keeps_its_identity(tmp_
             signal.raise_signal(signal.SIGTERM)
 
     recipe = tiny(tmp_path, "train.wandb=trees")
-    with pytest.raises(Stopped):
+    with pytest.raises(Preempted):
         train(recipe, tmp_path / "run", quiet=True, on_step=stop)
     train(recipe, tmp_path / "run", quiet=True, resume=True)
     first, second = wandb

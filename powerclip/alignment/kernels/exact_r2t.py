@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.recompute import whole_tiles
 from powerclip.alignment.kernels.settings import KernelSettings
-from powerclip.alignment.kernels.split import similarities
+from powerclip.alignment.matmul import similarities
 from powerclip.alignment.ragged import Segments
+from powerclip.alignment.recompute import whole_tiles
 from powerclip.alignment.regions import MOST_ENUMERATED
 
 # Four times 2^5 best similarities and 2^5 sums of the present node: 160 of the 255 registers that a thread may have.

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.nla_score import exp, log_powerset, nla_score
-from powerclip.alignment.kernels.recompute import Way, recompute, whole_tiles
 from powerclip.alignment.kernels.settings import KernelSettings
-from powerclip.alignment.kernels.split import by_region, halves, product, similarities, split_pair
+from powerclip.alignment.matmul import by_region, halves, product, similarities, split_pair
 from powerclip.alignment.ragged import Segments
+from powerclip.alignment.recompute import Way, recompute, whole_tiles
 
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
 KEPT_ELEMENTS = 2**28  # 1 GB

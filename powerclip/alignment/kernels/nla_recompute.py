@@ -25,10 +25,10 @@ from torch import Tensor
 
 from powerclip.alignment.backends import unknown_setting
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.recompute import Way, recompute
 from powerclip.alignment.kernels.settings import KernelSettings
-from powerclip.alignment.kernels.split import by_region
+from powerclip.alignment.matmul import by_region
 from powerclip.alignment.ragged import Segments, segment_logsumexp, segment_mean
+from powerclip.alignment.recompute import Way, recompute
 
 # Most similarities q of one block of images: what a CPU's caches hold.
 BLOCK_ELEMENTS = 2**21

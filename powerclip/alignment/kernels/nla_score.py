@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.recompute import whole_tiles
 from powerclip.alignment.kernels.settings import KernelSettings
-from powerclip.alignment.kernels.split import split_pair
+from powerclip.alignment.matmul import split_pair
 from powerclip.alignment.ragged import Segments
+from powerclip.alignment.recompute import whole_tiles
 
 # 128 nodes with 10 regions of 16 images are 80 registers of a thread in 8 warps. 64 of the width in 3 stages are 108 KB
 # of a multiprocessor's 228: with ∅, two programs fit, and one multiplies while the other one reduces.

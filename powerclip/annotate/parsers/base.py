@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from powerclip.alignment.trees import Span, flat_tree, is_word
 from powerclip.annotate.parsers.english import is_english
+from powerclip.data.trees import Span, flat_tree, is_word
 
 Fallback = Literal["empty", "too long", "not English", "failed"]
 LONGEST = 256  # words of a caption that is still parsed

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from powerclip.alignment.trees import Span
 from powerclip.annotate.parsers.base import LONGEST, Fallback, Parsed, flat
 from powerclip.annotate.parsers.english import is_english
 from powerclip.annotate.parsers.model import Decoded, Phrases, load_model
 from powerclip.annotate.parsers.tokenizer import cut
 from powerclip.annotate.parsers.treebank import CHAIN
+from powerclip.data.trees import Span
 
 WEIGHTS = Path(__file__).parent / "weights" / "parser.safetensors"
 _CODE = "1"  # raise it when the tokeniser or the conversion to spans changes a tree

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from powerclip.alignment.trees import Span, tree_from_spans
 from powerclip.annotate.parsers.base import Parsed, flat, unparsable
+from powerclip.data.trees import Span, tree_from_spans
 from powerclip.errors import UserError
 
 # Spaces, control characters and half surrogates: libraries stumble over them in various ways.

@@ -18,7 +18,7 @@ from powerclip.annotate.parsers.chart import best_trees, cell_edges, marginals
 from powerclip.annotate.parsers.lexicon import Lexicon
 from powerclip.annotate.parsers.network import Size, SpanNetwork
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 
 GOLD = 0  # the source whose trees are imitated
 _MOST_WORDS = 100_000  # word vectors kept; then they are forgotten and met anew
@@ -171,7 +171,7 @@ def save_model(path: Path, network: SpanNetwork, lexicon: Lexicon) -> None:
 
     weights = {name: weight.detach().cpu().half().contiguous() for name, weight in network.state_dict().items()}
     about = {"size": dataclasses.asdict(network.size), "words": lexicon.words, "labels": lexicon.labels}
-    write_whole(path, save(weights, {"parser": json.dumps(about, ensure_ascii=False)}))
+    write_atomic(path, save(weights, {"parser": json.dumps(about, ensure_ascii=False)}))
 
 
 def load_model(path: Path, device: torch.device) -> ParserModel:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from powerclip.alignment.trees import Span
 from powerclip.annotate.parsers.library import LibraryParser
+from powerclip.data.trees import Span
 from powerclip.errors import UserError
 
 _PROCESSORS = "tokenize,mwt,pos,constituency"

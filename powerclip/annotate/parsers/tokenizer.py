@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from powerclip.alignment.trees import is_word
+from powerclip.data.trees import is_word
 
 _LETTER = r"[^\W_][\u0300-\u036f]*"
 _CLITIC = r"['’](?:s|re|ve|ll|d|m)(?!\w)"

@@ -39,7 +39,7 @@ from powerclip.annotate.parsers.model import GOLD, ParserModel, save_model
 from powerclip.annotate.parsers.network import Size, SpanNetwork
 from powerclip.annotate.parsers.treebank import Sentence, read_silver, read_treebank
 from powerclip.errors import UserError
-from powerclip.files import write_whole
+from powerclip.runtime.files import write_atomic
 
 SILVER = 1  # beside GOLD: which trees are read
 _MOST_CELLS = 80_000  # of a batch's charts, twice over: bounds the memory that a step takes
@@ -267,7 +267,7 @@ def train(
     if test:
         card["test"] = evaluate(final, gold["test"]).summary()
         card["test_by_genre"] = {name: score.summary() for name, score in by_genre(final, gold["test"]).items()}
-    write_whole(output / "card.json", (json.dumps(card, indent=1) + "\n").encode())
+    write_atomic(output / "card.json", (json.dumps(card, indent=1) + "\n").encode())
     return card
 
 

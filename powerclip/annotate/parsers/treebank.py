@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from powerclip.alignment.trees import iter_bracketed
+from powerclip.data.trees import iter_bracketed
 from powerclip.errors import UserError
 
 CHAIN = "+"  # between the labels of a unary chain, the highest first: (S (VP …)) is S+VP

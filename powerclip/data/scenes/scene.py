@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
-from powerclip.alignment.trees import Span, Tree, parse_bracketed
 from powerclip.data.scenes.background import Background, draw_background
 from powerclip.data.scenes.grammar import Caption, Mention, Plan, Relation, Wording, realise
 from powerclip.data.scenes.layout import SceneObject, place_objects, place_of, relation_of
 from powerclip.data.scenes.vocabulary import HELD_OUT, SEEN_COLOURS, SHAPES, SIZE_WORDS, Box
+from powerclip.data.trees import Span, Tree, parse_bracketed
 from powerclip.errors import UserError, nearest
 
 SPLITS = ("train", "test", "zero_shot")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders.selector import Selection
-from powerclip.ranks import ALONE, Ranks
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 # The threshold is known to 2^-24 of the range of the scores: below that float32 does not tell patches apart.
 SEARCH_STEPS = 24
@@ -47,7 +47,7 @@ def mask_near(
     ratio: float = 0.5,
     threshold: float | None = None,
     protected: Tensor | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
 ) -> Selection:
     """Mask every patch whose similarity to the nearest anchor exceeds a threshold.
 

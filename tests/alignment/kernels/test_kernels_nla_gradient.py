@@ -8,7 +8,7 @@ from test_kernels_nla_recompute import TIED, gradients
 from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels import nla_gradient as module
 from powerclip.alignment.kernels.nla_gradient import nla_gradient, nla_in_passing
-from powerclip.alignment.kernels.recompute import whole_tiles
+from powerclip.alignment.recompute import whole_tiles
 from powerclip.alignment.score import differentiates_all, score_all
 
 SLOW = set() if torch.cuda.is_available() else {"64 nodes", "ragged, odd"}

@@ -1,0 +1,97 @@
+"""The regions of a shard: its pictures through a segmenter."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from powerclip.annotate.decode_image import decode_picture
+from powerclip.annotate.pipeline import ShardAnnotator
+from powerclip.annotate.segmenters.base import Masks, Picture, Segmenter
+from powerclip.annotate.writer import RegionRows
+from powerclip.data.captions import content_hash
+from powerclip.data.mask_codec import pack_mask
+from powerclip.data.sidecar import Annotator, Miss, RegionSidecar, read_regions
+from powerclip.data.tar_index import TarIndex
+
+# Why a picture has no masks.
+NOT_READABLE = "picture not readable"
+NO_REGION = "no region found"
+FAILED = "failed"
+
+
+class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
+    """Gives every picture its masks."""
+
+    kind = "regions"
+
+    def __init__(self, segmenter: Segmenter, sidecars: Path | None = None, batch: int = 8, threads: int = 1):
+        super().__init__(Annotator(segmenter.name, segmenter.version, segmenter.options), sidecars)
+        self.batch = batch
+        self._segmenter, self._pool = segmenter, ThreadPoolExecutor(threads)
+
+    def read_old(self, path: Path) -> RegionSidecar:
+        """The masks that are there."""
+        return read_regions(path)
+
+    def new_rows(self) -> RegionRows:
+        """No rows yet."""
+        return RegionRows()
+
+    def add(
+        self, rows: RegionRows, tar: int, index: TarIndex, numbers: Sequence[int], old: RegionSidecar | None
+    ) -> int:
+        """Segment some pictures, but for those whose masks are known."""
+        files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.picture, numbers)]
+        keys = [index.keys[number] for number in numbers]
+        found: dict[int, tuple[list[bytes], str | None]] = {}
+        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
+            packed = Miss.NO_ROW if old is None else old.packed(key, data)
+            if not isinstance(packed, Miss) and old is not None:
+                found[at] = packed, old.fallback(key)
+        kept = len(found)
+        pictures = []
+        for at, pixels in self._decoded([at for at in range(len(files)) if at not in found], files):
+            if pixels is None:
+                found[at] = [], NOT_READABLE
+            else:
+                pictures.append((at, Picture(keys[at], pixels)))
+        masks = self._segment([picture for _, picture in pictures])
+        for (at, _), one in zip(pictures, masks, strict=True):
+            if one is None or not len(one):
+                found[at] = [], FAILED if one is None else NO_REGION
+            else:
+                found[at] = [pack_mask(mask) for mask in one], None
+        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
+            rows.key.append(key)
+            rows.picture.append(content_hash(data))
+            rows.masks.append(found[at][0])
+            rows.fallback.append(found[at][1])
+        return kept
+
+    def _decoded(
+        self, wanted: Sequence[int], files: Sequence[bytes]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint8] | None]]:
+        return zip(wanted, self._pool.map(lambda at: decode_picture(files[at]), wanted), strict=True)
+
+    def _segment(self, pictures: Sequence[Picture]) -> list[Masks | None]:
+        """The masks of pictures; None for one that the segmenter fails on, unless it fails on all of several."""
+        try:
+            return [*self._segmenter.segment(pictures)]
+        except Exception:
+            if len(pictures) == 1:
+                return [None]
+            alone = [one for picture in pictures for one in self._segment([picture])]
+            if all(one is None for one in alone):
+                raise
+            return alone
+
+    def summarise(self, rows: RegionRows) -> tuple[int, int, Counter[str]]:
+        """Masks, nothing, and pictures without masks by reason."""
+        return sum(map(len, rows.masks)), 0, Counter(reason for reason in rows.fallback if reason is not None)

@@ -1,0 +1,182 @@
+"""`powerclip annotate trees · regions · status` and `powerclip index`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from powerclip.cli.process import interruptible
+
+if TYPE_CHECKING:
+    from powerclip.annotate.job import Job
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+annotate_app = typer.Typer(
+    help="Give every sample of a corpus its parse trees and regions, in sidecars beside its shards.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(annotate_app, name="annotate")
+
+ShardsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="SHARDS…", help="Tars, a folder of them, '{00000..00099}.tar', @list.txt, or URLs."),
+]
+SidecarsOption = Annotated[
+    Path | None, typer.Option("--sidecars", help="A folder for the sidecars. [default: beside the shards]")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Processes. [default: one a GPU, or one a core]")
+]
+EngineOption = Annotated[str, typer.Option("--engine", help="local: processes of this machine; ray: a cluster.")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="The Ray cluster (auto, ray://head:10001). [default: start one here]")
+]
+AnnotateDeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto takes a GPU if any.")]
+AnnotateQuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print what went wrong only.")]
+
+
+@annotate_app.callback()
+def annotating() -> None:
+    """Give every sample of a corpus its parse trees and regions, in sidecars beside its shards."""
+
+
+@annotate_app.command(
+    "trees",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate trees cc12m/*.tar\n"
+    "  powerclip annotate trees 'cc12m/{00000..01242}.tar' --sidecars sidecars/cc12m --workers 16\n"
+    "  powerclip annotate trees @shards.txt --sidecars sidecars --parser stanza --engine ray --address auto",
+)
+def annotate_trees(
+    shards: ShardsArgument,
+    parser: Annotated[str, typer.Option("--parser", help="embedded, stanza, benepar or flat.")] = "embedded",
+    sidecars: SidecarsOption = None,
+    workers: WorkersOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    device: AnnotateDeviceOption = "auto",
+    quiet: AnnotateQuietOption = False,
+) -> None:
+    """Parse every caption.
+
+    What is done already is skipped; what was made from other captions or by another parser is done again. Ctrl-C
+    finishes the shards that have begun; the same command goes on with the rest.
+    """
+    from powerclip.annotate.job import Job
+
+    run_annotation(Job("trees", parser, sidecars, device), shards, workers, engine, address, quiet)
+
+
+@annotate_app.command(
+    "regions",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate regions cc12m/*.tar\n"
+    "  powerclip annotate regions cc12m/*.tar --segmenter mobile_sam --weights mobile_sam.pt --set points=32\n"
+    "  powerclip annotate regions cc12m/*.tar --segmenter sam2 --weights facebook/sam2.1-hiera-large\n"
+    "  powerclip annotate regions coco/*.tar --segmenter coco --weights instances_train2017.json",
+)
+def annotate_regions(
+    shards: ShardsArgument,
+    segmenter: Annotated[
+        str, typer.Option("--segmenter", help="superpixels, mobile_sam, sam2 or coco.")
+    ] = "superpixels",
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", help="MobileSAM's file, SAM 2's name or folder, or the JSON file with COCO's masks."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the segmenter; repeatable.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Pictures that the segmenter sees at once.")] = 8,
+    sidecars: SidecarsOption = None,
+    workers: WorkersOption = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    device: AnnotateDeviceOption = "auto",
+    quiet: AnnotateQuietOption = False,
+) -> None:
+    """Find the regions of every picture.
+
+    Random boxes, the default of training, need none of this. What is done already is skipped; what was made from other
+    pictures, by another segmenter or with other settings is done again.
+    """
+    from powerclip.annotate.job import Job, parse_settings
+
+    options = parse_settings(settings or [])
+    job = Job("regions", segmenter, sidecars, device, weights=weights, options=options, batch=batch)
+    run_annotation(job, shards, workers, engine, address, quiet)
+
+
+def run_annotation(
+    job: Job, shards: list[str], workers: int | None, engine: str, address: str | None, quiet: bool
+) -> None:
+    """What `annotate trees` and `annotate regions` share."""
+    with interruptible("the shard that was being annotated is as it was; the same command goes on with it"):
+        from powerclip.annotate.run import annotate, exit_code
+        from powerclip.annotate.shard_list import list_shards
+
+        tally = annotate(list_shards(shards), job, workers=workers, engine=engine, address=address, quiet=quiet)
+    code = exit_code(tally)
+    if code == 130:
+        print("powerclip: interrupted; the same command goes on with the shards that are left", file=sys.stderr)
+    if code:
+        raise typer.Exit(code)
+
+
+@annotate_app.command(
+    "status",
+    epilog="\b\nExamples:\n"
+    "  powerclip annotate status sidecars/cc12m\n"
+    "  powerclip annotate status cc12m/*.tar --sidecars sidecars/cc12m",
+)
+def annotate_status(
+    places: Annotated[
+        list[str], typer.Argument(metavar="DIR|SHARDS…", help="A folder of sidecars, or the shards they belong to.")
+    ],
+    sidecars: SidecarsOption = None,
+) -> None:
+    """Say how much is annotated, by whom, what had to fall back, and what a sample's annotations weigh."""
+    from powerclip.annotate.shard_list import list_shards
+    from powerclip.annotate.status import cover_folder, cover_shards, status_lines
+
+    if sidecars is None and len(places) == 1 and Path(places[0]).is_dir():
+        found = cover_folder(Path(places[0]))
+    else:
+        found = cover_shards(list_shards(places), sidecars)
+    print("\n".join(status_lines(found)))
+
+
+@app.command(
+    epilog="\b\nExamples:\n  powerclip index '/data/cc12m/{00000..01242}.tar'\n"
+    "  powerclip index '/data/cc12m/*.tar' --sidecars sidecars/cc12m --strict"
+)
+def index(
+    shards: Annotated[
+        list[str], typer.Argument(metavar="SHARDS…", help="As data.shards: paths, patterns, braces or @list.txt.")
+    ],
+    sidecars: Annotated[
+        Path | None, typer.Option("--sidecars", help="Where indices are kept. [default: beside the shards]")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Whatever is missing or damaged is an error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Note where the samples of shards lie, as the first run that reads them would, and count them.
+
+    Worth a command of its own before hundreds of processes start: each tar is read once, by all cores of one machine.
+    """
+    from powerclip.data.shards import expand_shards, open_shards
+    from powerclip.errors import UserError
+
+    if sidecars is not None and sidecars.exists() and not sidecars.is_dir():
+        raise UserError(f"--sidecars {sidecars}: it is a file, not a folder")
+    paths = [path for text in shards for path in expand_shards(text, "SHARDS")]
+    found = open_shards(paths, sidecars, strict=strict, progress=not quiet)
+    if not quiet:
+        print(found.summary())
+        for what, damaged in found.damage.items():
+            print(f"{what}: {', '.join(map(str, damaged[:5]))}{' …' * (len(damaged) > 5)}")

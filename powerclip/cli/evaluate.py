@@ -1,0 +1,130 @@
+"""`powerclip ground · evaluate · tables`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from powerclip.cli.process import interruptible
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
+    '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 '
+    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
+)
+def ground(
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A picture.")],
+    captions: Annotated[
+        list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
+    ],
+    model: Annotated[
+        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("ground.png"),
+    tree: Annotated[
+        list[str] | None,
+        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),
+    ] = None,
+) -> None:
+    """Draw where models see captions and each of their phrases."""
+    with interruptible("nothing was written"):
+        from powerclip.evaluate.ground import ground as ground_image
+
+        written = ground_image(image, captions, model, output, brackets=tree or None)
+    print(f"heatmaps: {written}")
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip evaluate photos/ captions.csv --model runs/quickstart/seed-0/powerclip/model\n"
+    "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
+    "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
+    "  powerclip evaluate --model my/model --pointing boxes.json\n"
+    "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
+)
+def evaluate(
+    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH…", help="Your own data: class folders, .csv of captions, .json of hard negatives, tars."
+        ),
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option("--pretrained", help="A tag of open_clip's weights, or a file with weights.")
+    ] = None,
+    pointing: Annotated[
+        list[Path] | None,
+        typer.Option("--pointing", help="A .json of phrases and boxes: the pointing game; may be repeated."),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", help="paper, classification, retrieval, robustness, composition or probe."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="The folder that holds the suite's datasets.")] = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option("--datasets", help="Only these of the suite: a,b; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the results go. [default: results/NAME-OF-MODEL]")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: a GPU]")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no embeddings.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite anew.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Measure a model on your own data or on the paper's benchmarks.
+
+    Each dataset becomes a JSON file in clip-benchmark's schema. Datasets that are missing are listed with where to get
+    them, and the rest is measured; the same command goes on where it stopped.
+    """
+    with interruptible("the same command goes on where it stopped"):
+        from powerclip.evaluate.command import evaluate_model
+
+        evaluate_model(
+            model,
+            paths or [],
+            pretrained=pretrained,
+            pointing=pointing or [],
+            suite=suite,
+            data=data,
+            datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],
+            output=output,
+            device=device,
+            cache=not no_cache,
+            again=again,
+            quiet=quiet,
+        )
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip tables results/my-model results/ViT-B-16-laion2b_s34b_b88k\n"
+    "  powerclip tables results/* --output tables.tex"
+)
+def tables(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS…", help="Result files, or folders of them.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .md, .tex or .html file. [default: print Markdown]")
+    ] = None,
+    published: Annotated[bool, typer.Option(help="Show the paper's published rows as well.")] = True,
+) -> None:
+    """Set results beside the paper's published ones: its Tables 1 to 5 and the linear probe."""
+    from powerclip.evaluate.paper_tables import build_tables, collect
+    from powerclip.evaluate.table_formats import render
+    from powerclip.runtime.files import write_atomic
+
+    form = output.suffix.lstrip(".").lower() if output is not None else "md"
+    page = render(build_tables(collect(results), published), form)
+    if output is None:
+        print(page, end="")
+    else:
+        write_atomic(output, page.encode())
+        print(f"tables: {output}")

@@ -1,0 +1,41 @@
+"""What commands have to know about their process: others that torchrun started beside it, and how it is ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from powerclip.errors import UserError
+from powerclip.runtime.signals import EXIT_PREEMPTED, Preempted
+
+
+def later_rank() -> bool:
+    """Whether torchrun started this process as another one than its first."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def check_one_process(command: str) -> None:
+    """UserError when torchrun started several processes for a command that is for one."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"powerclip {command} is for one process; torchrun starts powerclip train and powerclip evaluate"
+        )
+
+
+@contextmanager
+def interruptible(advice: str) -> Iterator[None]:
+    """Turn Ctrl-C, or a run that a scheduler stopped, into a line that says how to go on, and an exit code for it."""
+    try:
+        yield
+    except Preempted as stopped:
+        if not later_rank():
+            print(f"powerclip: {stopped}; {advice}", file=sys.stderr)
+        raise typer.Exit(EXIT_PREEMPTED) from None
+    except KeyboardInterrupt:
+        if not later_rank():
+            print(f"powerclip: interrupted; {advice}", file=sys.stderr)
+        raise typer.Exit(130) from None

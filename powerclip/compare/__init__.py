@@ -1,0 +1,1 @@
+"""Studies: settings times seeds, trained, measured and compared."""

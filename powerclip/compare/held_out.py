@@ -1,0 +1,278 @@
+"""The end of a study: the models of all runs on held-out data, measured as `powerclip evaluate` measures them.
+
+What a run has scored is kept in its folder as `test.json`, by a hash of the data, and counts as long as the run's
+results are those that it was measured beside: a run that is trained again is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import Tensor
+
+from powerclip.compare.held_out_table import describe, flatten, headlines, markdown, measures
+from powerclip.compare.study import Study
+from powerclip.compare.table import Outcomes, failures, numbers, terminal
+from powerclip.errors import UserError
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.images import Pictures
+from powerclip.evaluate.ranks import device_for
+from powerclip.evaluate.runner import jobs_for_paths
+from powerclip.evaluate.tasks import CaptionRetrieval, HardNegatives, Scored, Task
+from powerclip.evaluate.watch import Watch, watching
+from powerclip.runtime.distributed import SINGLE
+from powerclip.runtime.files import write_atomic
+from powerclip.runtime.machine import machine
+from powerclip.runtime.progress import duration
+from powerclip.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from powerclip.data.tokens import CaptionTokenizer
+    from powerclip.encoders import DualEncoder
+
+MOST_PIXELS = 4 << 30  # bytes of prepared pictures that are kept for the next model: 7,000 at 224²
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that no setting was chosen by."""
+
+    name: str
+    path: str
+    task: Task
+    digest: str  # of captions, labels and pictures, wherever they lie
+
+    @property
+    def about(self) -> str:
+        """`test-000 (1,000 pictures, 5,000 captions)`."""
+        task = self.task
+        if isinstance(task, HardNegatives):
+            left_out = f", {task.missing:,} left out for want of their pictures" if task.missing else ""
+            return f"{self.name} ({len(task.captions):,} comparisons{left_out})"
+        pictures = f"{len(task.pictures.names):,} pictures"  # type: ignore[union-attr]
+        captions = f", {len(task.captions):,} captions" if isinstance(task, CaptionRetrieval) else ""
+        return f"{self.name} ({pictures}{captions})"
+
+
+def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
+    """What lies at the paths, named as `powerclip evaluate` names it.
+
+    Raises:
+        UserError: a path is not there or cannot be read, or two have the same name.
+    """
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--test: there is no file or folder {path}")
+    found: list[HeldOut] = []
+    for job in jobs_for_paths(list({path.resolve(): path for path in paths}.values())):
+        if any(one.name == job.name for one in found):
+            raise UserError(f"--test: two paths are called {job.name}; rename one")
+        task = job.find()
+        found.append(HeldOut(job.name, job.where, task, _digest(task)))
+    return found
+
+
+def measure_held_out(
+    study: Study,
+    output: Path,
+    outcomes: Outcomes,
+    held_out: Sequence[HeldOut],
+    *,
+    quiet: bool = False,
+    console: Console | None = None,
+) -> Outcomes:
+    """Measure the models of a study's runs, and write `test.md` and `test.json`.
+
+    Args:
+        study: what was compared.
+        output: its folder.
+        outcomes: its runs. Those that failed are noted and left out.
+        held_out: what to measure on.
+        quiet: print the table alone.
+        console: where to print; standard output by default.
+
+    Returns:
+        The outcomes, with the held-out scores instead of the runs' own: `NAME/benchmark/measure`.
+
+    Raises:
+        UserError: no model could be measured.
+    """
+    console = console or Console()
+
+    def say(text: str) -> None:
+        if not quiet:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"Held-out data: {', '.join(data.about for data in held_out)}")
+    models = _Models(held_out)
+    tested: Outcomes = {name: {} for name in outcomes}
+    corrupt: dict[str, list[str]] = {}
+    runs = [(seed, name) for seed in next(iter(outcomes.values())) for name in outcomes]  # seed by seed, as they ran
+    for number, (seed, name) in enumerate(runs, 1):
+        head = f"[{number:{len(str(len(runs)))}d}/{len(runs)}] {name}, seed {seed}: "
+        outcome = outcomes[name][seed]
+        if isinstance(outcome, str):
+            tested[name][seed] = outcome
+            say(f"{head}left out, its run failed")
+            continue
+        started = time.perf_counter()
+        try:
+            with watching(console, head, quiet) as watch:
+                measured, anew = models.measure(RunFolder(output / name / f"seed-{seed}"), watch)
+        except UserError as error:
+            tested[name][seed] = str(error)
+            say(f"{head}failed: {error}")
+            continue
+        scores = {f"{data}/{key}": value for data, scored in measured.items() for key, value in flatten(scored).items()}
+        tested[name][seed] = replace(outcome, scores=scores, last={})
+        corrupt |= {data: list(scored.corrupt) for data, scored in measured.items() if scored.corrupt}
+        note = duration(time.perf_counter() - started) if anew else "measured before"
+        say(f"{head}{describe(measured)}  ({note})")
+    reasons = [outcome for runs_ in tested.values() for outcome in runs_.values() if isinstance(outcome, str)]
+    if len(reasons) == len(runs):
+        raise UserError(f"no model could be measured on the held-out data; the first: {reasons[0]}")
+    _write(study, output, tested, held_out, corrupt)
+    for row in terminal(study, tested, headlines(tested), time=False):
+        console.print(row, highlight=False, soft_wrap=True)
+    for line in failures(tested):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    say(f"Table and numbers of the held-out data: {output / 'test.md'}, test.json")
+    return tested
+
+
+class _Models:
+    """Measures one model after the other on the same data, which are decoded once."""
+
+    def __init__(self, held_out: Sequence[HeldOut]) -> None:
+        self.held_out = held_out
+        self.device = device_for(SINGLE, None)
+        self.pixels = _Pixels()
+
+    def measure(self, folder: RunFolder, watch: Watch) -> tuple[dict[str, Scored], bool]:
+        """What a run's model scores on each of the data, and whether something had to be measured for it."""
+        path, run = folder.root / "test.json", hashlib.blake2b(folder.results.read_bytes(), digest_size=16).hexdigest()
+        kept = _read_kept(path, run)
+        left = [data for data in self.held_out if data.digest not in kept]
+        if left:
+            from powerclip.data.tokens import CaptionTokenizer
+            from powerclip.encoders import load
+
+            encoder, _, tokenizer = load(folder.model, device=self.device)
+            embedder = _SharingEmbedder(encoder, CaptionTokenizer(tokenizer), self.pixels)
+            embedder.watch = watch
+            for data in left:
+                scored = data.task.score(embedder)
+                kept[data.digest] = {"name": data.name, "path": data.path, **asdict(scored)}
+            write_atomic(path, (json.dumps({"run": run, "data": kept}, indent=1) + "\n").encode())
+        found = {data.name: kept[data.digest] for data in self.held_out}
+        return {name: Scored(one["parts"], one["counts"], tuple(one["corrupt"])) for name, one in found.items()}, bool(
+            left
+        )
+
+
+class _Pixels:
+    """Prepared pictures by how they were prepared and by their content, as many as fit."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, bytes], Tensor] = {}
+        self._bytes = 0
+
+    def find(self, key: tuple[str, bytes]) -> Tensor | None:
+        return self._kept.get(key)
+
+    def keep(self, key: tuple[str, bytes], pixels: Tensor) -> None:
+        if self._bytes + pixels.nbytes <= MOST_PIXELS:
+            self._kept[key] = pixels
+            self._bytes += pixels.nbytes
+
+
+class _SharingEmbedder(Embedder):
+    """An embedder that takes a picture as the model before it has prepared it, where both prepare alike."""
+
+    def __init__(self, encoder: DualEncoder, tokenizer: CaptionTokenizer, pixels: _Pixels) -> None:
+        super().__init__(encoder, tokenizer)
+        self._pixels = pixels
+        self._way = json.dumps(encoder.clip.visual.preprocess_cfg, sort_keys=True, default=str)
+
+    def prepare(self, pictures: Pictures, content: bytes) -> Tensor:
+        key = (self._way, hashlib.blake2b(content, digest_size=16).digest())
+        pixels = self._pixels.find(key)
+        if pixels is None:
+            pixels = super().prepare(pictures, content)
+            self._pixels.keep(key, pixels)
+        return pixels
+
+
+def _read_kept(path: Path, run: str) -> dict[str, dict[str, Any]]:
+    """Digest of the data → what this run has scored on them; nothing for a run that was trained again since."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(content["data"]) if content["run"] == run else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _digest(task: Task) -> str:
+    """A hash of everything that a score depends on beside the model."""
+    total = hashlib.blake2b(type(task).__name__.encode(), digest_size=16)
+    for part in fields(task):
+        value = getattr(task, part.name)
+        if part.name == "pictures":
+            with ThreadPoolExecutor() as pool:
+                for one in pool.map(lambda place, pictures=value: _hash(pictures, place), range(len(value.names))):
+                    total.update(one)
+        else:
+            plain = value.tolist() if isinstance(value, Tensor) else value
+            total.update(json.dumps([part.name, plain]).encode())
+    return total.hexdigest()
+
+
+def _hash(pictures: Pictures, place: int) -> bytes:
+    content = b""
+    with suppress(OSError, ValueError):  # counted as unreadable when it is embedded
+        content = pictures.read(place)
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _write(
+    study: Study, output: Path, tested: Outcomes, held_out: Sequence[HeldOut], corrupt: dict[str, list[str]]
+) -> None:
+    seeds = list(next(iter(tested.values())))
+    footer = [
+        f"Held-out data: {', '.join(data.about for data in held_out)}.",
+        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))}); {machine()}.",
+        *(f"- {name}: {len(which):,} unreadable: {', '.join(which[:3])}" for name, which in corrupt.items()),
+        *failures(tested),
+    ]
+    write_atomic(output / "test.md", ("\n".join([markdown(study, tested), *footer]) + "\n").encode())
+    results = {
+        "about": study.about,
+        "baseline": study.baseline,
+        "seeds": seeds,
+        "machine": machine(),
+        "data": {
+            data.name: {"path": data.path, "digest": data.digest, "corrupt": corrupt.get(data.name, [])}
+            for data in held_out
+        },
+        "settings": {
+            setting.name: {
+                "about": setting.about,
+                "summary": numbers(study, tested, setting.name, measures(tested)),
+                "runs": {
+                    str(seed): {"error": outcome} if isinstance(outcome, str) else {"scores": outcome.scores}
+                    for seed, outcome in tested[setting.name].items()
+                },
+            }
+            for setting in study.settings
+        },
+    }
+    write_atomic(output / "test.json", (json.dumps(results, indent=1) + "\n").encode())

@@ -1,0 +1,303 @@
+"""A user's own data as a benchmark: class folders, a CSV of captions, a JSON of hard negatives, webdataset tars.
+
+What a path holds is seen by looking at it:
+
+    folder/CLASS/*.jpg                classification; `classnames.txt` and `templates.txt` may lie beside the classes
+    data.csv                          retrieval: a picture in the first column, its captions in the others
+    negatives.json                    SugarCrepe's format; pictures beside it or in `images/`
+    folder/*.tar, folder/test/*.tar   webdataset: `.cls` makes it classification, `.npy` multi-label, captions retrieval
+    folder/examples.jsonl             Winoground's layout
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from powerclip.data.captions import IMAGE_SUFFIXES, captions_in, split_member
+from powerclip.data.trees import shorten
+from powerclip.errors import UserError
+from powerclip.evaluate import imagenet
+from powerclip.evaluate.composition import KINDS
+from powerclip.evaluate.images import FilePictures, Member, TarPictures
+from powerclip.evaluate.sugarcrepe import Item, read_items, read_sugarcrepe
+from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Task
+
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)
+
+
+def read_path(path: Path, split: str = "test") -> Task:
+    """The benchmark at `path`; `split` is the folder of tars that is read where there are several.
+
+    Raises:
+        UserError: nothing is there, or nothing of a kind that is known.
+    """
+    if path.is_file():
+        suffix = path.suffix.lower()
+        if suffix in (".csv", ".tsv"):
+            return read_csv(path)
+        if suffix == ".json":
+            return read_negatives(path)
+        if suffix == ".tar":
+            return read_tars([path], path.parent)
+        raise UserError(f"{path}: not a benchmark that can be read (a folder, .csv, .json or .tar)")
+    if not path.is_dir():
+        raise UserError(f"there is no file or folder {path}")
+    if (path / "examples.jsonl").is_file():
+        return read_winoground(path)
+    if any((path / f"{kind}.json").is_file() for kind in KINDS):
+        return read_sugarcrepe_folder(path)
+    tars = _tars(path / split) or _tars(path)
+    if tars:
+        return read_tars(tars, path)
+    return read_class_folders(path)
+
+
+def read_class_folders(folder: Path) -> Classification:
+    """Pictures in one folder for each class, classes in the order of the folders' names.
+
+    Raises:
+        UserError: no folder holds a picture, or the class names do not fit the folders.
+    """
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    found = [(label, picture) for label, sub in enumerate(folders) for picture in _pictures_below(sub)]
+    if not found:
+        raise UserError(
+            f"{folder} holds no benchmark that is known: pictures in class folders, tars, SugarCrepe's or Winoground's"
+            " files"
+        )
+    pictures, labels = FilePictures([picture for _, picture in found]), torch.tensor([label for label, _ in found])
+    names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
+    known = [number for number in numbers if number]
+    if not names and len(known) == len(folders):
+        names = imagenet.names_of(known, str(folder))
+        return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+    names = names or [sub.name.replace("_", " ") for sub in folders]
+    if len(names) != len(folders):
+        raise UserError(
+            f"{folder / 'classnames.txt'} has {len(names)} lines, but there are {len(folders)} class folders"
+        )
+    return Classification(pictures, labels, names, _templates(folder))
+
+
+def read_csv(path: Path) -> CaptionRetrieval:
+    """Retrieval from a table: the first column names a picture, the others hold captions; pictures may come again.
+
+    A tab separates columns in a .tsv file, a comma in others. The first line holds the columns' names.
+
+    Raises:
+        UserError: it has no captions, or one of its pictures is not there.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as a table: {error}") from None
+    captions: dict[Path, list[str]] = {}
+    for number, row in enumerate(rows[1:], 2):
+        if not row:
+            continue
+        own = [cell.strip() for cell in row[1:] if cell.strip()]
+        if not own:
+            raise UserError(f"{path}, line {number}: a picture and at least one caption are expected")
+        captions.setdefault(path.parent / row[0].strip(), []).extend(own)
+    if not captions:
+        raise UserError(f"{path}: no rows below the line of column names")
+    gone = [picture for picture in captions if not picture.is_file()]
+    if gone:
+        raise UserError(f"{path} names {len(gone):,} pictures that are not there, the first is {gone[0]}")
+    return _retrieval(FilePictures(list(captions)), list(captions.values()))
+
+
+def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
+    """Hard negatives in SugarCrepe's format; an item may say its `kind`, the file's name is the kind otherwise.
+
+    Raises:
+        UserError: it is not in that format, or none of its pictures is there.
+    """
+    images = images or (path.parent / "images" if (path.parent / "images").is_dir() else path.parent)
+    return _negatives(read_items(path, path.stem, images), str(images))
+
+
+def read_sugarcrepe_folder(folder: Path) -> HardNegatives:
+    """SugarCrepe: its seven files, pictures in `images/` or `val2017/`."""
+    images = next((folder / name for name in ("val2017", "images") if (folder / name).is_dir()), None)
+    benchmark = read_sugarcrepe(folder, images)
+    return _negatives(list(benchmark.items), str(images), benchmark.missing)
+
+
+def read_winoground(folder: Path) -> CaptionPairs:
+    """Winoground as it is published: `examples.jsonl`, pictures in `images/`.
+
+    Raises:
+        UserError: a line cannot be read, or a picture is not there.
+    """
+    path = folder / "examples.jsonl"
+    captions: list[str] = []
+    pictures: list[Path] = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        try:
+            item = json.loads(line)
+            captions += [str(item[f"caption_{side}"]) for side in (0, 1)]
+            pictures += [folder / "images" / f"{item[f'image_{side}']}" for side in (0, 1)]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: expected image_0, image_1, caption_0 and caption_1") from None
+    pictures = [picture if picture.suffix else picture.with_suffix(".png") for picture in pictures]
+    gone = [picture for picture in pictures if not picture.is_file()]
+    if gone or not pictures:
+        raise UserError(f"{path}: {f'there is no picture {gone[0]}' if gone else 'it is empty'}")
+    return CaptionPairs(FilePictures(pictures), captions)
+
+
+@dataclass
+class _Sample:
+    """What the members of one sample in a tar say."""
+
+    picture: Member | None = None
+    label: Any = None
+    captions: list[str] = field(default_factory=list)
+
+
+def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRetrieval:
+    """Webdataset tars, clip-benchmark's or img2dataset's; class names and templates lie in `folder`.
+
+    Raises:
+        UserError: a tar cannot be read, no sample has a picture and a label or captions, or class names are missing.
+    """
+    samples: dict[tuple[Path, str], _Sample] = {}
+    for tar in tars:
+        _read_tar(tar, samples)
+    members = [sample for sample in samples.values() if sample.picture is not None]
+    pictures = TarPictures([sample.picture for sample in members if sample.picture is not None])
+    if members and all(sample.label is not None for sample in members):
+        names = _lines(folder / "classnames.txt")
+        labels = _labels(members)
+        if names:
+            return Classification(pictures, labels, names, _templates(folder))
+        if _is_imagenet(members, str(folder)):
+            names = imagenet.names_of(imagenet.class_numbers(str(folder)), str(folder))
+            return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+        raise UserError(f"{folder / 'classnames.txt'} is missing: it names the classes, one in each line")
+    if members and all(sample.captions for sample in members):
+        return _retrieval(pictures, [sample.captions for sample in members])
+    raise UserError(f"{tars[0]}: every picture needs a label (.cls, .npy) or captions (.txt, .json) beside it")
+
+
+def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
+    """One class for each sample, or zeros and ones for all classes.
+
+    Raises:
+        UserError: one has something else; the message names its picture.
+    """
+    width = len(samples[0].label) if isinstance(samples[0].label, list) else None
+    for sample in samples:
+        label = sample.label
+        if width is None:
+            fits = isinstance(label, int) and label >= 0
+        else:
+            fits = isinstance(label, list) and len(label) == width and all(one in (0, 1) for one in label)
+        if not fits:
+            wanted = "a class number, from 0 on" if width is None else f"{width} zeros and ones"
+            picture = f"{sample.picture.tar}: {sample.picture.name}" if sample.picture else ""
+            raise UserError(f"{picture}: its label must be {wanted}, got {shorten(str(label))}")
+    return torch.tensor([sample.label for sample in samples])
+
+
+def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
+    """Whether files are called by WordNet numbers and labelled with the places of these in ImageNet-1k."""
+    found = [
+        (imagenet.wordnet_number(sample.picture.name.rpartition("/")[2]), sample.label)
+        for sample in samples
+        if sample.picture is not None
+    ]
+    if any(number is None for number, _ in found):
+        return False
+    place = {number: label for label, number in enumerate(imagenet.class_numbers(where))}
+    return all(place.get(number or "") == label for number, label in found)
+
+
+def _read_tar(tar: Path, samples: dict[tuple[Path, str], _Sample]) -> None:
+    try:
+        with tarfile.open(tar, "r:") as file:  # members are read where they lie: not compressed
+            for member in file:
+                if not member.isfile():
+                    continue
+                key, suffix = split_member(member.name)
+                sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{key}"), _Sample())
+                if suffix in IMAGE_SUFFIXES:
+                    sample.picture = Member(tar, member.name, member.offset_data, member.size)
+                elif suffix in ("cls", "npy", "txt", "json"):
+                    opened = file.extractfile(member)
+                    _note(sample, suffix, opened.read() if opened else b"")
+    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
+
+
+def _note(sample: _Sample, suffix: str, content: bytes) -> None:
+    if suffix == "cls":
+        sample.label = int(content)
+    elif suffix == "npy":
+        import numpy as np
+
+        sample.label = np.load(io.BytesIO(content), allow_pickle=False).tolist()
+    elif suffix == "txt":
+        sample.captions = [line.strip() for line in content.decode("utf-8").splitlines() if line.strip()]
+    else:
+        sample.captions = sample.captions or [caption for _, caption in captions_in(json.loads(content))]
+
+
+def _retrieval(pictures: FilePictures | TarPictures, captions: Sequence[Sequence[str]]) -> CaptionRetrieval:
+    owners = torch.tensor([place for place, own in enumerate(captions) for _ in own])
+    return CaptionRetrieval(pictures, [caption for own in captions for caption in own], owners)
+
+
+def _negatives(items: Sequence[Item], images: str, missing: int = 0) -> HardNegatives:
+    kept = [item for item in items if item.picture.is_file()]
+    if not kept:
+        raise UserError(f"{images} holds none of the pictures that the comparisons name")
+    number = {picture: place for place, picture in enumerate(dict.fromkeys(item.picture for item in kept))}
+    return HardNegatives(
+        FilePictures(list(number)),
+        torch.tensor([number[item.picture] for item in kept]),
+        [item.caption for item in kept],
+        [item.negative for item in kept],
+        [item.kind for item in kept],
+        missing + len(items) - len(kept),
+    )
+
+
+def _pictures_below(folder: Path) -> list[Path]:
+    return sorted(
+        path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES and path.is_file()
+    )
+
+
+def _templates(folder: Path, otherwise: Sequence[str] = DEFAULT_TEMPLATES) -> Sequence[str]:
+    names = ("zeroshot_classification_templates.txt", "templates.txt")
+    return next((lines for name in names if (lines := _lines(folder / name))), otherwise)
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return [line.strip() for line in _text(path).splitlines() if line.strip()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text in UTF-8 ({error})") from None
+
+
+def _tars(folder: Path) -> list[Path]:
+    """In the order of their numbers, as clip-benchmark counts its shards."""
+    return sorted(folder.glob("*.tar"), key=lambda path: (len(path.stem), path.stem)) if folder.is_dir() else []

@@ -1,0 +1,1 @@
+"""What every package runs on: processes and ranks, files, signals, progress."""
