@@ -22,7 +22,7 @@ PANELS = {
 }
 
 
-def main(results: Path, picture: Path) -> None:
+def main(results: Path, image: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     runs = [row for row in rows if "trace" in row]
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
@@ -38,7 +38,7 @@ def main(results: Path, picture: Path) -> None:
             axis.plot(lines[0][0], np.mean([values for _, values in lines], axis=0), color=colour, label=label)
         axis.set(title=title, xlabel="step", ylim=limits)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(picture, dpi=150)
+    figure.savefig(image, dpi=150)
 
 
 def curve(trace: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:

@@ -1,12 +1,12 @@
 """Samples a second from shards to batches: ours against open_clip's own loader, on the same tars, cores and workers.
 
-    python benchmarks/data.py                           # pictures and captions of $POWERCLIP_DATA/captions10k
+    python benchmarks/data.py                           # images and captions of $POWERCLIP_DATA/captions10k
     python benchmarks/data.py --memory 200000           # resident memory over so many samples as well
     python benchmarks/data.py --tiny                    # a few seconds: shows that it works, measures nothing
 
 Both read tars of .jpg and .txt, crop at random (at least 90 % of the area), resize to 224² and hand over normalised
-float32 batches on the CPU. open_clip's gives pictures and tokens; ours M = 10 regions and the phrases of trees as well.
-Pictures are those of captions10k (128²), and the same ones enlarged, with noise, to 512 × 384 and 1024 × 768, as large
+float32 batches on the CPU. open_clip's gives images and tokens; ours M = 10 regions and the phrases of trees as well.
+Images are those of captions10k (128²), and the same ones enlarged, with noise, to 512 × 384 and 1024 × 768, as large
 as web crawls keep them. Without the data set they are noise. The loaders take turns. "bytes" is ours before pixels are
 normalised, which training on a GPU leaves to the GPU.
 """
@@ -50,14 +50,14 @@ from powerclip.train.statistics import resident_bytes
 SIZE, GRID_PATCHES = (224, 224), (14, 14)
 CROP = 0.9
 KINDS = ["128×128", "512×384", "1024×768"]
-MASKS = 20  # of each picture; about what a segmenter finds
+MASKS = 20  # of each image; about what a segmenter finds
 
-Pair = tuple[str, bytes, str, list[Span]]  # key, picture, caption, phrases
+Pair = tuple[str, bytes, str, list[Span]]  # key, image, caption, phrases
 
 
 @dataclass
 class Row:
-    pictures: str
+    images: str
     loader: str
     samples_per_second: list[float]
     cpu_ms: list[float]  # of all processes together, a sample
@@ -67,12 +67,12 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a few pictures, one round")
+    parser.add_argument("--tiny", action="store_true", help="a few images, one round")
     parser.add_argument("--samples", type=int, default=4000, help="measured in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="sizes of pictures")
+    parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="sizes of images")
     parser.add_argument("--memory", type=int, default=0, help="samples of a long run whose memory is watched")
     parser.add_argument("--shards", type=Path, help="folder where the shards are made, and found the next time")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
@@ -97,17 +97,17 @@ def main() -> None:
 
 
 def prepare(folder: Path, kind: str, arguments: argparse.Namespace) -> Path:
-    """The shards of pictures of that size, made unless they are there."""
+    """The shards of images of that size, made unless they are there."""
     if not folder.exists():
         width, height = map(int, kind.split("×"))
         pairs = list(read_pairs(64 if arguments.tiny else 4000 if width < 1000 else 2000))
         size = write_shards(folder, pairs, (width, height), shards=2 * arguments.workers)
-        print(f"{kind}: {len(pairs):,} pictures of {size / 1000:.0f} kB", flush=True)
+        print(f"{kind}: {len(pairs):,} images of {size / 1000:.0f} kB", flush=True)
     return folder
 
 
 def read_pairs(count: int) -> Iterator[Pair]:
-    """Pictures and captions with the phrases of their trees."""
+    """Images and captions with the phrases of their trees."""
     data = os.environ.get("POWERCLIP_DATA")
     if not data:
         yield from made_up(count)
@@ -124,7 +124,7 @@ def read_pairs(count: int) -> Iterator[Pair]:
                 spans = list(parse_bracketed(brackets[key, "0"], caption).nodes)
             except (UserError, KeyError):
                 continue
-            offset, size = index.picture(number)
+            offset, size = index.image(number)
             yield key, content[offset : offset + size], caption, spans
             count -= 1
             if not count:
@@ -140,7 +140,7 @@ def made_up(count: int) -> Iterator[Pair]:
 
 
 def write_shards(folder: Path, pairs: list[Pair], shape: tuple[int, int], shards: int) -> float:
-    """Tars of .jpg and .txt with trees and masks beside them; gives the mean size of a picture in bytes."""
+    """Tars of .jpg and .txt with trees and masks beside them; gives the mean size of an image in bytes."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
     sizes = []
@@ -149,9 +149,9 @@ def write_shards(folder: Path, pairs: list[Pair], shape: tuple[int, int], shards
         trees, regions = TreeRows(), RegionRows()
         with tarfile.open(path, "w") as tar:
             for key, original, caption, spans in pairs[number::shards]:
-                picture = enlarge(original, shape, random)
-                sizes.append(len(picture))
-                for name, data in ((f"{key}.jpg", picture), (f"{key}.txt", caption.encode())):
+                image = enlarge(original, shape, random)
+                sizes.append(len(image))
+                for name, data in ((f"{key}.jpg", image), (f"{key}.txt", caption.encode())):
                     entry = tarfile.TarInfo(name)
                     entry.size = len(data)
                     tar.addfile(entry, io.BytesIO(data))
@@ -160,7 +160,7 @@ def write_shards(folder: Path, pairs: list[Pair], shape: tuple[int, int], shards
                 trees.caption.append([content_hash(caption)])
                 trees.spans.append([spans])
                 trees.fallback.append([None])
-                regions.picture.append(content_hash(picture))
+                regions.image.append(content_hash(image))
                 regions.masks.append([pack_mask(ellipse(random)) for _ in range(MASKS)])
                 regions.fallback.append(None)
         status = path.stat()
@@ -171,11 +171,11 @@ def write_shards(folder: Path, pairs: list[Pair], shape: tuple[int, int], shards
 
 
 def enlarge(original: bytes, shape: tuple[int, int], random: np.random.Generator) -> bytes:
-    """The picture at another size, with some noise: what is only enlarged has too little detail to be slow."""
-    with Image.open(io.BytesIO(original)) as picture:
-        if picture.size == shape:
+    """The image at another size, with some noise: what is only enlarged has too little detail to be slow."""
+    with Image.open(io.BytesIO(original)) as image:
+        if image.size == shape:
             return original
-        pixels = np.asarray(picture.convert("RGB").resize(shape, Image.Resampling.BICUBIC)).astype(np.float32)
+        pixels = np.asarray(image.convert("RGB").resize(shape, Image.Resampling.BICUBIC)).astype(np.float32)
     coarse = random.normal(0, 9, (shape[1] // 2, shape[0] // 2, 1)).repeat(2, 0).repeat(2, 1)
     return jpeg((pixels + coarse).clip(0, 255).astype(np.uint8), 85)
 
@@ -251,8 +251,8 @@ def our_loader(folder: Path, arguments: argparse.Namespace, trees: bool, segment
 def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]:
     """All loaders over the same shards, in turn."""
     tars = list(folder.glob("*.tar"))
-    pictures = sum(len(make_index(path)) for path in tars)
-    kind += f", {sum(path.stat().st_size for path in tars) / pictures / 1000:.0f} kB"
+    images = sum(len(make_index(path)) for path in tars)
+    kind += f", {sum(path.stat().st_size for path in tars) / images / 1000:.0f} kB"
     count = -(-arguments.samples // arguments.batch)
     # One before the clock starts, and as many behind as workers make ahead: they never run out of work.
     batches = 1 + count + 2 * arguments.workers
@@ -261,7 +261,7 @@ def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]
         return lambda: our_loader(folder, arguments, trees, segments).stream(0, batches)
 
     loaders: dict[str, Callable[[], Iterable[object]]] = {
-        "open_clip: pictures, tokens": lambda: open_clip_batches(folder, arguments, batches),
+        "open_clip: images, tokens": lambda: open_clip_batches(folder, arguments, batches),
         "ours: + random boxes": ours(False, False),
         "ours: + random boxes, phrases": ours(True, False),
         "ours: + masks, phrases": ours(True, True),
@@ -276,7 +276,7 @@ def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]
             row.samples_per_second.append(count * arguments.batch / seconds)
             row.cpu_ms.append(1000 * cpu / count / arguments.batch)
             print(
-                f"{row.pictures:20} {row.loader:38} {row.samples_per_second[-1]:8.0f} samples/s"
+                f"{row.images:20} {row.loader:38} {row.samples_per_second[-1]:8.0f} samples/s"
                 f" {row.cpu_ms[-1]:8.2f} ms CPU",
                 flush=True,
             )
@@ -328,10 +328,10 @@ def children() -> list[int]:
 
 
 def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str], arguments: argparse.Namespace) -> None:
-    heads = ["pictures", "loader", "samples/s", "rounds", "× open_clip", "CPU ms a sample", "× open_clip"]
+    heads = ["images", "loader", "samples/s", "rounds", "× open_clip", "CPU ms a sample", "× open_clip"]
     table = [
         [
-            row.pictures,
+            row.images,
             row.loader,
             f"{statistics.median(row.samples_per_second):,.0f}",
             " ".join(f"{rate:,.0f}" for rate in row.samples_per_second),

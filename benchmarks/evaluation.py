@@ -1,9 +1,9 @@
-"""Our evaluation beside clip-benchmark's own evaluators: the same model, pictures and texts; numbers and seconds.
+"""Our evaluation beside clip-benchmark's own evaluators: the same model, images and texts; numbers and seconds.
 
     python benchmarks/evaluation.py runs/my-run/model --data $POWERCLIP_DATA
-    python benchmarks/evaluation.py --tiny             # random towers on pictures made in a moment: shows that it works
+    python benchmarks/evaluation.py --tiny             # random towers on images made in a moment: shows that it works
 
-Flickr8k's test pictures (retrieval), SugarCrepe kind by kind, and the ImageNet sample (zero-shot, as many of the 80
+Flickr8k's test images (retrieval), SugarCrepe kind by kind, and the ImageNet sample (zero-shot, as many of the 80
 templates as --templates says). Neither keeps embeddings. clip-benchmark reads by a DataLoader with its own default of 4
 workers (0 with --tiny), batches of 64 and texts padded to the context length; ours as `powerclip evaluate` does. Needs
 the extra `eval`.
@@ -41,10 +41,10 @@ BATCH = 64
 
 
 class Items(Dataset):
-    """What clip-benchmark's evaluators read: a picture, or a stack of one, and the answer."""
+    """What clip-benchmark's evaluators read: an image, or a stack of one, and the answer."""
 
     def __init__(self, encoder: DualEncoder, task: Task, places: list[int], answers: list[Any], stacked: bool = False):
-        self.prepare, self.pictures, self.places = preprocess_for(encoder), task.pictures, places
+        self.prepare, self.images, self.places = preprocess_for(encoder), task.images, places
         self.answers, self.stacked = answers, stacked
         self.classes = getattr(task, "classes", None)
 
@@ -52,7 +52,7 @@ class Items(Dataset):
         return len(self.places)
 
     def __getitem__(self, place: int) -> tuple[torch.Tensor, Any]:
-        pixels = self.prepare(self.pictures.decode(self.pictures.read(self.places[place])))
+        pixels = self.prepare(self.images.decode(self.images.read(self.places[place])))
         return (pixels[None] if self.stacked else pixels), self.answers[place]
 
 
@@ -100,7 +100,7 @@ def tasks(data: Path, templates: int) -> dict[str, Task]:
         "flickr8k test": read_path(data / "captions10k" / "test-000.tar"),
         "sugarcrepe": read_path(data / "sugarcrepe"),
         "imagenet sample": Classification(
-            sample.pictures, sample.labels, sample.classes, list(sample.templates)[:templates]
+            sample.images, sample.labels, sample.classes, list(sample.templates)[:templates]
         ),
     }
 
@@ -119,7 +119,7 @@ def by_clip_benchmark(
         return DataLoader(items, batch_size=BATCH, collate_fn=collate, num_workers=arguments.workers)
 
     if isinstance(task, CaptionRetrieval):
-        answers: list[list[str]] = [[] for _ in task.pictures.names]
+        answers: list[list[str]] = [[] for _ in task.images.names]
         for caption, owner in zip(task.captions, task.image_of_caption.tolist(), strict=True):
             answers[owner].append(caption)
         items = loader(Items(encoder, task, list(range(len(answers))), answers))
@@ -129,7 +129,7 @@ def by_clip_benchmark(
         for kind in dict.fromkeys(task.kinds):
             own = [place for place, name in enumerate(task.kinds) if name == kind]
             texts = [[task.captions[place], task.negatives[place]] for place in own]
-            places = [int(task.picture_of_item[place]) for place in own]
+            places = [int(task.image_of_item[place]) for place in own]
             items = loader(Items(encoder, task, places, texts, stacked=True))
             parts[kind] = image_caption_selection.evaluate(model, items, tokenizer, device, amp=False)
         return parts
@@ -181,7 +181,7 @@ def tiny_data(folder: Path) -> Path:
     """The three datasets in their layouts, from coarse noise."""
     from powerclip.evaluate.imagenet import class_numbers
 
-    def picture(seed: int) -> bytes:
+    def image(seed: int) -> bytes:
         generator = torch.Generator().manual_seed(seed)
         pixels = torch.randint(0, 256, (4, 4, 3), dtype=torch.uint8, generator=generator).numpy()
         buffer = io.BytesIO()
@@ -197,15 +197,15 @@ def tiny_data(folder: Path) -> Path:
                 tar.addfile(member, io.BytesIO(content))
 
     captions = {f"{n}.json": json.dumps({"captions": [f"number {n}", f"view {n}"]}).encode() for n in range(20)}
-    shard(folder / "captions10k" / "test-000.tar", {**{f"{n}.png": picture(n) for n in range(20)}, **captions})
+    shard(folder / "captions10k" / "test-000.tar", {**{f"{n}.png": image(n) for n in range(20)}, **captions})
     numbers = class_numbers("tiny")[:20]
     labels = {f"{number}.cls": str(place).encode() for place, number in enumerate(numbers)}
-    pictures = {f"{number}.png": picture(place) for place, number in enumerate(numbers)}
-    shard(folder / "imagenet-sample" / "imagenet-sample.tar", {**pictures, **labels})
+    images = {f"{number}.png": image(place) for place, number in enumerate(numbers)}
+    shard(folder / "imagenet-sample" / "imagenet-sample.tar", {**images, **labels})
     (folder / "sugarcrepe" / "images").mkdir(parents=True)
     items = {}
     for number in range(20):
-        (folder / "sugarcrepe" / "images" / f"{number}.png").write_bytes(picture(number))
+        (folder / "sugarcrepe" / "images" / f"{number}.png").write_bytes(image(number))
         texts = {"caption": f"a cup and {number}", "negative_caption": f"a dog and {number}"}
         items[str(number)] = {"filename": f"{number}.png", **texts}
     (folder / "sugarcrepe" / "replace_obj.json").write_text(json.dumps(items))

@@ -22,7 +22,7 @@ PANELS = {
 }
 
 
-def main(results: Path, picture: Path) -> None:
+def main(results: Path, image: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     traces = {row["setting"]: row["trace"] for row in rows if "trace" in row and row["towers"] == "tiny"}
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
@@ -41,7 +41,7 @@ def main(results: Path, picture: Path) -> None:
     axes[3].axhline(0, color="black", lw=0.6)
     axes[3].set(title="similarity q of matched pairs:\nmedian, 5 % to 95 %", xlabel="step", ylim=(-1.6, 0.6))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(picture, dpi=150)
+    figure.savefig(image, dpi=150)
 
 
 def series(trace: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:

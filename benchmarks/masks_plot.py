@@ -1,6 +1,6 @@
 """Draw what segmenters find: python benchmarks/masks_plot.py --weights mobile_sam.pt docs/images/masks.png
 
-Four pictures that scikit-image ships, free of rights (astronaut: NASA, public domain; coffee: Rachel Michetti, chelsea:
+Four images that scikit-image ships, free of rights (astronaut: NASA, public domain; coffee: Rachel Michetti, chelsea:
 Stéfan van der Walt, rocket: SpaceX, all CC0), and over each its masks as a sidecar stores them, packed and unpacked.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 from skimage import data
 
-from powerclip.annotate.segmenters import Masks, Picture, load_segmenter
+from powerclip.annotate.segmenters import Masks, SegmenterImage, load_segmenter
 from powerclip.data.mask_codec import pack_mask, unpack_masks
 
 NAMES = ("astronaut", "coffee", "chelsea", "rocket")
@@ -30,21 +30,21 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
 
-    pictures = [Picture(name, getattr(data, name)()) for name in NAMES]
-    rows = [("", [shown(picture, None) for picture in pictures])]
+    images = [SegmenterImage(name, getattr(data, name)()) for name in NAMES]
+    rows = [("", [shown(picture, None) for picture in images])]
     for title, segmenter in (
         ("MobileSAM, 16 × 16 points", load_segmenter("mobile_sam", arguments.device, arguments.weights)),
         ("superpixels", load_segmenter("superpixels")),
     ):
         cells = []
-        for picture in pictures:
+        for picture in images:
             began = time.perf_counter()
             (masks,) = segmenter.segment([picture])
             seconds = time.perf_counter() - began
             packed = [pack_mask(mask) for mask in masks]
             size = sum(map(len, packed))
             print(
-                f"{title}: {picture.key}: {len(masks)} masks, {size} bytes, {seconds:.1f} s; share of the picture: "
+                f"{title}: {picture.key}: {len(masks)} masks, {size} bytes, {seconds:.1f} s; share of the image: "
                 + " ".join(f"{100 * mask.mean():.1f}" for mask in masks)
             )
             cells.append(shown(picture, unpack_masks(packed)))
@@ -52,8 +52,8 @@ def main() -> None:
     sheet(rows).quantize(256, dither=Image.Dither.NONE).save(arguments.output, optimize=True)
 
 
-def shown(picture: Picture, masks: Masks | None) -> Image.Image:
-    """The picture, with each mask in its own colour over it; small ones over large ones."""
+def shown(picture: SegmenterImage, masks: Masks | None) -> Image.Image:
+    """The image, with each mask in its own colour over it; small ones over large ones."""
     image = Image.fromarray(picture.pixels)
     image = image.resize((round(image.width * HEIGHT / image.height), HEIGHT), Image.Resampling.LANCZOS)
     if masks is None:

@@ -39,7 +39,7 @@ class Measured:
     pairs: int  # of the batch that it was measured with
     fixed: float  # gradient norm and AdamW: the same for any batch
     share: float  # what grows with the GPU's own pairs, for `pairs` of them
-    pair: float  # to score one picture with one caption, with the gradient
+    pair: float  # to score one image with one caption, with the gradient
 
     def compute(self, ranks: int, batch: int) -> float:
         """A step of one of `ranks` GPUs by itself: towers with its share, all pairs of that with the batch, AdamW."""

@@ -1,9 +1,9 @@
-"""How fast a segmenter is, how many masks it finds, and how large they are, over the pictures of shards.
+"""How fast a segmenter is, how many masks it finds, and how large they are, over the images of shards.
 
     python benchmarks/segmenters.py $POWERCLIP_DATA/captions10k/train-*.tar --weights mobile_sam.pt  # on a GPU
     python benchmarks/segmenters.py SHARD.tar --segmenter superpixels --limit 200                    # on a CPU
 
-Pictures are read before the clock starts; what is timed is `Segmenter.segment` on batches of them, with packing of the
+Images are read before the clock starts; what is timed is `Segmenter.segment` on batches of them, with packing of the
 masks as `powerclip annotate` stores them. With `--points 16,32` each grid is measured in turn, with `--seconds` each
 stops at that time. Writes a JSON file and a Markdown table.
 """
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
-from powerclip.annotate.decode_image import decode_picture
-from powerclip.annotate.segmenters import Picture, Segmenter, load_segmenter
+from powerclip.annotate.decode_image import decode_rgb
+from powerclip.annotate.segmenters import Segmenter, SegmenterImage, load_segmenter
 from powerclip.data.mask_codec import LARGEST, pack_mask
 from powerclip.data.tar_index import make_index
 
@@ -37,18 +37,18 @@ def main() -> None:
     parser.add_argument("--points", default="16", help="grids of points to measure: 8,16,32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--limit", type=int, help="so many pictures")
+    parser.add_argument("--limit", type=int, help="so many images")
     parser.add_argument("--seconds", type=float, default=600, help="after which a grid's measurement stops")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
-    pictures = list(itertools.islice(read_pictures(arguments.shards), arguments.limit))
+    images = list(itertools.islice(read_images(arguments.shards), arguments.limit))
     found = []
     for points in map(int, arguments.points.split(",")):
         options = {} if arguments.segmenter == "superpixels" else {"points": points}
         segmenter = load_segmenter(arguments.segmenter, arguments.device, arguments.weights, **options)
-        segmenter.segment(pictures[: arguments.batch])
-        found.append(measure_segmenter(segmenter, pictures, arguments.batch, arguments.seconds))
+        segmenter.segment(images[: arguments.batch])
+        found.append(measure_segmenter(segmenter, images, arguments.batch, arguments.seconds))
         print(markdown([list(found[-1].values())], list(found[-1])))
     made = origin()
     rows = [[_show(value) for value in one.values()] for one in found]
@@ -56,19 +56,21 @@ def main() -> None:
     print(write_result(arguments.output, f"segmenter-{arguments.segmenter}", made, {"found": found}, text))
 
 
-def read_pictures(shards: Sequence[Path]) -> Iterator[Picture]:
+def read_images(shards: Sequence[Path]) -> Iterator[SegmenterImage]:
     for shard in shards:
         index = make_index(shard)
         with open(shard, "rb") as file:
             for number, key in enumerate(index.keys):
-                extent = index.picture(number)
+                extent = index.image(number)
                 file.seek(extent.offset)
-                pixels = decode_picture(file.read(extent.size))
+                pixels = decode_rgb(file.read(extent.size))
                 if pixels is not None:
-                    yield Picture(key, pixels)
+                    yield SegmenterImage(key, pixels)
 
 
-def measure_segmenter(segmenter: Segmenter, pictures: Sequence[Picture], batch: int, seconds: float) -> dict[str, Any]:
+def measure_segmenter(
+    segmenter: Segmenter, images: Sequence[SegmenterImage], batch: int, seconds: float
+) -> dict[str, Any]:
     counts: list[int] = []
     areas: list[float] = []
     sizes: list[int] = []
@@ -76,8 +78,8 @@ def measure_segmenter(segmenter: Segmenter, pictures: Sequence[Picture], batch: 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    for first in range(0, len(pictures), batch):
-        for masks in segmenter.segment(pictures[first : first + batch]):
+    for first in range(0, len(images), batch):
+        for masks in segmenter.segment(images[first : first + batch]):
             counts.append(len(masks))
             areas += masks.mean((1, 2)).tolist()
             sizes += [len(pack_mask(mask)) for mask in masks]
@@ -86,12 +88,12 @@ def measure_segmenter(segmenter: Segmenter, pictures: Sequence[Picture], batch: 
     elapsed = time.perf_counter() - began
     return {
         "points": segmenter.options.get("points", 0) ** 2,
-        "pictures": len(counts),
-        "pictures/s": len(counts) / elapsed,
-        "masks/picture": float(np.mean(counts)),
-        "masks/picture, 5 … 95 %": np.quantile(counts, QUANTILES).tolist(),
+        "images": len(counts),
+        "images/s": len(counts) / elapsed,
+        "masks/image": float(np.mean(counts)),
+        "masks/image, 5 … 95 %": np.quantile(counts, QUANTILES).tolist(),
         "without a mask, %": 100 * float(np.mean(np.array(counts) == 0)),
-        "area, % of picture, 5 … 95 %": (100 * np.quantile(areas or [0.0], QUANTILES)).tolist(),
+        "area, % of image, 5 … 95 %": (100 * np.quantile(areas or [0.0], QUANTILES)).tolist(),
         "bytes/mask": float(np.mean(sizes or [0])),
         "largest mask, bytes": max(sizes, default=0),
         "stored coarsely, %": 100 * float(np.mean([size == 129 for size in sizes])) if sizes else 0.0,

@@ -121,7 +121,7 @@ def soak(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def write_shards(folder: Path, count: int, shards: int = 8) -> set[str]:
-    """Tars of small pictures; gives the keys of the samples that cannot be used."""
+    """Tars of small images; gives the keys of the samples that cannot be used."""
     from PIL import Image
 
     folder.mkdir(parents=True)
@@ -133,9 +133,9 @@ def write_shards(folder: Path, count: int, shards: int = 8) -> set[str]:
                 key = f"{number:05d}{place:05d}"
                 colour = draw.choice(COLOURS)
                 file = io.BytesIO()
-                picture = Image.new("RGB", (24 + draw.randrange(16), 24 + draw.randrange(16)), colour)
-                picture.save(file, "jpeg")
-                data, caption = file.getvalue(), f"a {colour} picture number {draw.randrange(1000)}".encode()
+                image = Image.new("RGB", (24 + draw.randrange(16), 24 + draw.randrange(16)), colour)
+                image.save(file, "jpeg")
+                data, caption = file.getvalue(), f"a {colour} image number {draw.randrange(1000)}".encode()
                 fault = draw.random()
                 if fault < 0.01:
                     data = data[: len(data) // 2]
@@ -225,9 +225,7 @@ def session(path: Path, run: Path, until: int | None, number: signal.Signals | N
     rows = [row for row in read_metrics(run / "metrics.jsonl") if first < row["step"] <= last]
     quarter = len(rows) // 4
     mib = [1024 * row["host_gib"] for row in rows]
-    ended = {None: "finished", signal.SIGKILL: "kill -9", signal.SIGTERM: f"SIGTERM, exit code {EXIT_PREEMPTED}"}[
-        number
-    ]
+    ended = {None: "finished", signal.SIGKILL: "kill -9", signal.SIGTERM: f"SIGTERM, exit {EXIT_PREEMPTED}"}[number]
     print(f"steps {first} to {last}: {ended}", flush=True)
     return Session(
         first=first,

@@ -3,11 +3,11 @@
     python benchmarks/step.py --trees DATA/captions10k/trees.tsv.gz     # on a GPU: ViT-B/16, 512 × 4,096 pairs
     python benchmarks/step.py --tiny                                    # on a CPU, in seconds: shows that it works
 
-Ours is the step of one rank of eight: 512 pictures against the 4,096 captions that it would have gathered. The other
+Ours is the step of one rank of eight: 512 images against the 4,096 captions that it would have gathered. The other
 ranks are pretended, they hold the same pairs; so everything is computed and nothing is sent. open_clip's step is its
 own model and its own ClipLoss at its own 77 tokens, 512 × 512 pairs; ours encode captions at their length. All use the
 same precision, compilation and optimiser. Captions and trees are real ones when a file of trees is given, else those of
-the embedded scenes; pictures are noise, which costs the same.
+the embedded scenes; images are noise, which costs the same.
 
 Steps are timed in rounds, one of each kind in turn, so that a GPU that warms up slows all of them; the table has the
 median of the rounds and the share of the data sheet's bf16 rate that the towers reach. Writes a JSON file and a

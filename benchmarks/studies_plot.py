@@ -28,7 +28,7 @@ SCORE = "retrieval/mean"
 BASELINE, OURS = "#7f8c8d", "#1f6fb2"
 
 
-def main(results: Path, picture: Path) -> None:
+def main(results: Path, image: Path) -> None:
     studies = {title: json.loads((results / name).read_text()) for title, name in PANELS.items()}
     plt.rcParams.update(
         {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
@@ -47,7 +47,7 @@ def main(results: Path, picture: Path) -> None:
         axis.set_xlabel("mean recall, %")
         axis.xaxis.set_tick_params(labelbottom=True)
         axis.set_ylim(most - 0.4, -0.6)
-    figure.savefig(picture, dpi=150)
+    figure.savefig(image, dpi=150)
 
 
 def scores(setting: dict[str, Any]) -> tuple[float, ...]:

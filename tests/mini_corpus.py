@@ -1,4 +1,4 @@
-"""A corpus of plain pictures, made in a moment: shards, trees and comparisons in the formats that we read."""
+"""A corpus of plain images, made in a moment: shards, trees and comparisons in the formats that we read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_mini_corpus(folder: Path) -> Path:
 
 
 def write_mini_sugarcrepe(folder: Path) -> Path:
-    """Three comparisons of two kinds, and one whose picture is not there."""
+    """Three comparisons of two kinds, and one whose image is not there."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for name in ("red", "blue"):
         (folder / "images" / f"{name}.png").write_bytes(png(COLOURS[name], (30, 20)))

@@ -1,4 +1,4 @@
-"""The captions10k recipes from the command line, end to end: on a few plain pictures, and on the photographs."""
+"""The captions10k recipes from the command line, end to end: on a few plain images, and on the photographs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = [
 
 @pytest.fixture
 def small_data(mini_corpus, tmp_path, monkeypatch) -> Path:
-    """A folder that is laid out as the recipes expect it, with 12 plain pictures to train on."""
+    """A folder that is laid out as the recipes expect it, with 12 plain images to train on."""
     folder = tmp_path / "data"
     shutil.copytree(mini_corpus, folder / "captions10k", ignore=shutil.ignore_patterns("sugarcrepe", "*.tsv"))
     shutil.copytree(mini_corpus / "sugarcrepe", folder / "sugarcrepe")
@@ -62,7 +62,7 @@ def check_train_and_compare(monkeypatch: pytest.MonkeyPatch, folder: Path, *over
 def test_train_and_compare_work_end_to_end(small_data, tmp_path, monkeypatch, capsys):
     check_train_and_compare(monkeypatch, tmp_path, "train.batch_size=6")
     printed = capsys.readouterr().out
-    assert "12 pictures, 18 captions" in printed
+    assert "12 images, 18 captions" in printed
     assert "3 comparisons (1 left out" in printed
 
 

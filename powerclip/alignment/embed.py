@@ -34,8 +34,8 @@ def embed_parts(
     """
     if not config.parse_trees:
         phrases = single_tokens(phrases)
-    # What all captions share says nothing about which picture is theirs; the same for all pictures, and for all
-    # patches of one picture.
+    # What all captions share says nothing about which image is theirs; the same for all images, and for all
+    # patches of one image.
     leaves = leaf_rows(words, phrases, centred=config.centre != "none", ranks=ranks)
     segments = phrases.node_segments
     nodes = nodes_of_rows(leaves, phrases, segments, mean=config.similarity == "mean")

@@ -1,1 +1,1 @@
-"""Figures and reports: heatmaps of phrases over a picture, and the quickstart that compares two models."""
+"""Figures and reports: heatmaps of phrases over an image, and the quickstart that compares two models."""

@@ -1,4 +1,4 @@
-"""From the bytes of a picture's file to the pixels that a segmenter sees: all of the picture, in eight bits and RGB.
+"""From the bytes of an image's file to the pixels that a segmenter sees: all of the image, in eight bits and RGB.
 
 As in training, an orientation in EXIF is not applied: masks belong to the pixels as they lie in the file.
 """
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 LONGEST = 1024  # pixels of a side that any segmenter makes use of
-MOST_PIXELS = 1024 * 1024 * 1024 // 4 // 3  # beyond, a file is a bomb rather than a picture
+MOST_PIXELS = 1024 * 1024 * 1024 // 4 // 3  # beyond, a file is a bomb rather than an image
 
 
-def decode_picture(data: bytes, longest: int = LONGEST) -> npt.NDArray[np.uint8] | None:
-    """A picture [H, W, 3] whose sides have at most `longest` pixels; None when the file is not readable."""
+def decode_rgb(data: bytes, longest: int = LONGEST) -> npt.NDArray[np.uint8] | None:
+    """An image [H, W, 3] whose sides have at most `longest` pixels; None when the file is not readable."""
     from PIL import Image
 
     try:

@@ -26,7 +26,7 @@ class Job:
     device: str = "auto"
     weights: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    batch: int = 8  # pictures that a segmenter sees at once
+    batch: int = 8  # images that a segmenter sees at once
 
     def load(self, worker: int = 0, workers: int = 1) -> ShardAnnotator[Any, Any]:
         """The annotator for the worker of this number, which shares the machine with the others.

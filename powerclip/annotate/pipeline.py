@@ -1,7 +1,7 @@
 """One shard, from its tar to its sidecar: what is there is kept, what is stale or missing is annotated.
 
 A shard is done when its sidecar says so: made by the same annotator (name, version, options) from a tar of the same
-size and time. When the tar has changed, rows whose caption or picture has not are taken over.
+size and time. When the tar has changed, rows whose caption or image has not are taken over.
 """
 
 from __future__ import annotations

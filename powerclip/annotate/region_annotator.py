@@ -1,4 +1,4 @@
-"""The regions of a shard: its pictures through a segmenter."""
+"""The regions of a shard: its images through a segmenter."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from powerclip.annotate.decode_image import decode_picture
+from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.pipeline import ShardAnnotator
-from powerclip.annotate.segmenters.base import Masks, Picture, Segmenter
+from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
 from powerclip.annotate.writer import RegionRows
 from powerclip.data.captions import content_hash
 from powerclip.data.mask_codec import pack_mask
 from powerclip.data.sidecar import Annotator, Miss, RegionSidecar, read_regions
 from powerclip.data.tar_index import TarIndex
 
-# Why a picture has no masks.
-NOT_READABLE = "picture not readable"
+# Why an image has no masks.
+NOT_READABLE = "image not readable"
 NO_REGION = "no region found"
 FAILED = "failed"
 
 
 class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
-    """Gives every picture its masks."""
+    """Gives every image its masks."""
 
     kind = "regions"
 
@@ -47,8 +47,8 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
     def add(
         self, rows: RegionRows, tar: int, index: TarIndex, numbers: Sequence[int], old: RegionSidecar | None
     ) -> int:
-        """Segment some pictures, but for those whose masks are known."""
-        files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.picture, numbers)]
+        """Segment some images, but for those whose masks are known."""
+        files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.image, numbers)]
         keys = [index.keys[number] for number in numbers]
         found: dict[int, tuple[list[bytes], str | None]] = {}
         for at, (key, data) in enumerate(zip(keys, files, strict=True)):
@@ -56,21 +56,21 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
             if not isinstance(packed, Miss) and old is not None:
                 found[at] = packed, old.fallback(key)
         kept = len(found)
-        pictures = []
+        images = []
         for at, pixels in self._decoded([at for at in range(len(files)) if at not in found], files):
             if pixels is None:
                 found[at] = [], NOT_READABLE
             else:
-                pictures.append((at, Picture(keys[at], pixels)))
-        masks = self._segment([picture for _, picture in pictures])
-        for (at, _), one in zip(pictures, masks, strict=True):
+                images.append((at, SegmenterImage(keys[at], pixels)))
+        masks = self._segment([image for _, image in images])
+        for (at, _), one in zip(images, masks, strict=True):
             if one is None or not len(one):
                 found[at] = [], FAILED if one is None else NO_REGION
             else:
                 found[at] = [pack_mask(mask) for mask in one], None
         for at, (key, data) in enumerate(zip(keys, files, strict=True)):
             rows.key.append(key)
-            rows.picture.append(content_hash(data))
+            rows.image.append(content_hash(data))
             rows.masks.append(found[at][0])
             rows.fallback.append(found[at][1])
         return kept
@@ -78,20 +78,20 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
     def _decoded(
         self, wanted: Sequence[int], files: Sequence[bytes]
     ) -> Iterator[tuple[int, npt.NDArray[np.uint8] | None]]:
-        return zip(wanted, self._pool.map(lambda at: decode_picture(files[at]), wanted), strict=True)
+        return zip(wanted, self._pool.map(lambda at: decode_rgb(files[at]), wanted), strict=True)
 
-    def _segment(self, pictures: Sequence[Picture]) -> list[Masks | None]:
-        """The masks of pictures; None for one that the segmenter fails on, unless it fails on all of several."""
+    def _segment(self, images: Sequence[SegmenterImage]) -> list[Masks | None]:
+        """The masks of images; None for one that the segmenter fails on, unless it fails on all of several."""
         try:
-            return [*self._segmenter.segment(pictures)]
+            return [*self._segmenter.segment(images)]
         except Exception:
-            if len(pictures) == 1:
+            if len(images) == 1:
                 return [None]
-            alone = [one for picture in pictures for one in self._segment([picture])]
+            alone = [one for image in images for one in self._segment([image])]
             if all(one is None for one in alone):
                 raise
             return alone
 
     def summarise(self, rows: RegionRows) -> tuple[int, int, Counter[str]]:
-        """Masks, nothing, and pictures without masks by reason."""
+        """Masks, nothing, and images without masks by reason."""
         return sum(map(len, rows.masks)), 0, Counter(reason for reason in rows.fallback if reason is not None)

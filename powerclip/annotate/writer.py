@@ -42,13 +42,13 @@ class RegionRows:
     """The rows of a sidecar of regions, column by column; masks are packed."""
 
     key: list[str] = field(default_factory=list)
-    picture: list[int] = field(default_factory=list)
+    image: list[int] = field(default_factory=list)
     masks: list[list[bytes]] = field(default_factory=list)
     fallback: list[str | None] = field(default_factory=list)
 
     def table(self) -> pa.Table:
         """The rows as they are stored."""
-        columns = [_storable(self.key), self.picture, self.masks, self.fallback]
+        columns = [_storable(self.key), self.image, self.masks, self.fallback]
         return pa.table(dict(zip(SCHEMAS["regions"].names, columns, strict=True)), schema=SCHEMAS["regions"])
 
 

@@ -34,7 +34,7 @@ def analyse_nla(
         typer.Option("--model", "-m", help="Study this model's embeddings as well: of --shards, or embedded scenes."),
     ] = None,
     shards: Annotated[
-        str | None, typer.Option("--shards", help="Tars of pictures with captions: a file, or a pattern in quotes.")
+        str | None, typer.Option("--shards", help="Tars of images with captions: a file, or a pattern in quotes.")
     ] = None,
     trees: Annotated[
         str | None,

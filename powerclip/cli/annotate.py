@@ -92,7 +92,7 @@ def annotate_regions(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the segmenter; repeatable.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Pictures that the segmenter sees at once.")] = 8,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images that the segmenter sees at once.")] = 8,
     sidecars: SidecarsOption = None,
     workers: WorkersOption = None,
     engine: EngineOption = "local",
@@ -100,10 +100,10 @@ def annotate_regions(
     device: AnnotateDeviceOption = "auto",
     quiet: AnnotateQuietOption = False,
 ) -> None:
-    """Find the regions of every picture.
+    """Find the regions of every image.
 
     Random boxes, the default of training, need none of this. What is done already is skipped; what was made from other
-    pictures, by another segmenter or with other settings is done again.
+    images, by another segmenter or with other settings is done again.
     """
     from powerclip.annotate.job import Job, parse_settings
 

@@ -20,14 +20,14 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
 )
 def ground(
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A picture.")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="An image.")],
     captions: Annotated[
         list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
     ],
     model: Annotated[
         list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write.")] = Path("ground.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
         list[str] | None,
         typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),

@@ -24,7 +24,7 @@ from powerclip.compare.study import Study
 from powerclip.compare.table import Outcomes, failures, numbers, terminal
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.images import Pictures
+from powerclip.evaluate.images import ImageSource
 from powerclip.evaluate.ranks import device_for
 from powerclip.evaluate.runner import jobs_for_paths
 from powerclip.evaluate.tasks import CaptionRetrieval, HardNegatives, Scored, Task
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from powerclip.data.tokens import CaptionTokenizer
     from powerclip.encoders import DualEncoder
 
-MOST_PIXELS = 4 << 30  # bytes of prepared pictures that are kept for the next model: 7,000 at 224²
+MOST_PIXELS = 4 << 30  # bytes of prepared images that are kept for the next model: 7,000 at 224²
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class HeldOut:
     name: str
     path: str
     task: Task
-    digest: str  # of captions, labels and pictures, wherever they lie
+    digest: str  # of captions, labels and images, wherever they lie
 
     @property
     def about(self) -> str:
-        """`test-000 (1,000 pictures, 5,000 captions)`."""
+        """`test-000 (1,000 images, 5,000 captions)`."""
         task = self.task
         if isinstance(task, HardNegatives):
-            left_out = f", {task.missing:,} left out for want of their pictures" if task.missing else ""
+            left_out = f", {task.missing:,} left out for want of their images" if task.missing else ""
             return f"{self.name} ({len(task.captions):,} comparisons{left_out})"
-        pictures = f"{len(task.pictures.names):,} pictures"  # type: ignore[union-attr]
+        images = f"{len(task.images.names):,} images"  # type: ignore[union-attr]
         captions = f", {len(task.captions):,} captions" if isinstance(task, CaptionRetrieval) else ""
-        return f"{self.name} ({pictures}{captions})"
+        return f"{self.name} ({images}{captions})"
 
 
 def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
@@ -180,7 +180,7 @@ class _Models:
 
 
 class _Pixels:
-    """Prepared pictures by how they were prepared and by their content, as many as fit."""
+    """Prepared images by how they were prepared and by their content, as many as fit."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, bytes], Tensor] = {}
@@ -196,18 +196,18 @@ class _Pixels:
 
 
 class _SharingEmbedder(Embedder):
-    """An embedder that takes a picture as the model before it has prepared it, where both prepare alike."""
+    """An embedder that takes an image as the model before it has prepared it, where both prepare alike."""
 
     def __init__(self, encoder: DualEncoder, tokenizer: CaptionTokenizer, pixels: _Pixels) -> None:
         super().__init__(encoder, tokenizer)
         self._pixels = pixels
         self._way = json.dumps(encoder.clip.visual.preprocess_cfg, sort_keys=True, default=str)
 
-    def prepare(self, pictures: Pictures, content: bytes) -> Tensor:
+    def prepare(self, images: ImageSource, content: bytes) -> Tensor:
         key = (self._way, hashlib.blake2b(content, digest_size=16).digest())
         pixels = self._pixels.find(key)
         if pixels is None:
-            pixels = super().prepare(pictures, content)
+            pixels = super().prepare(images, content)
             self._pixels.keep(key, pixels)
         return pixels
 
@@ -226,9 +226,9 @@ def _digest(task: Task) -> str:
     total = hashlib.blake2b(type(task).__name__.encode(), digest_size=16)
     for part in fields(task):
         value = getattr(task, part.name)
-        if part.name == "pictures":
+        if part.name == "images":
             with ThreadPoolExecutor() as pool:
-                for one in pool.map(lambda place, pictures=value: _hash(pictures, place), range(len(value.names))):
+                for one in pool.map(lambda place, images=value: _hash(images, place), range(len(value.names))):
                     total.update(one)
         else:
             plain = value.tolist() if isinstance(value, Tensor) else value
@@ -236,10 +236,10 @@ def _digest(task: Task) -> str:
     return total.hexdigest()
 
 
-def _hash(pictures: Pictures, place: int) -> bytes:
+def _hash(images: ImageSource, place: int) -> bytes:
     content = b""
     with suppress(OSError, ValueError):  # counted as unreadable when it is embedded
-        content = pictures.read(place)
+        content = images.read(place)
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

@@ -96,7 +96,7 @@ def markdown(study: Study, tested: Outcomes) -> str:
     legend = (
         f"Percent, mean ± standard deviation over seeds; Δ is the mean difference to {study.baseline} ± its standard "
         "error over the seeds that both have, with the ratio and the p-value of a paired t-test. Mean recall is that "
-        "of R@1, 5 and 10 both ways, R@1 the mean of both ways; text asks with a picture, image with a caption. "
+        "of R@1, 5 and 10 both ways, R@1 the mean of both ways; text asks with an image, image with a caption. "
         "Accuracy is that of all comparisons together."
     )
     return page(study, header, rows, legend)

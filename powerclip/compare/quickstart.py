@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RECIPES = {"CLIP": "quickstart/clip", "PowerCLIP-R": "quickstart/powerclip"}
 BASELINE, OURS = RECIPES
 CURVES = {"clip": "CLIP loss", "alignment": "Alignment loss", "violation": "Violation rate"}
-# The same pictures for every seed: the spread is then that of training alone.
+# The same images for every seed: the spread is then that of training alone.
 EVALUATION_SEED = 0
 
 

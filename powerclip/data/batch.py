@@ -1,4 +1,4 @@
-"""What one training step sees: pictures, captions, and the parts of both that are to be aligned."""
+"""What one training step sees: images, captions, and the parts of both that are to be aligned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from powerclip.alignment.phrases import Phrases
 
 @dataclass
 class Batch:
-    """C pairs of a picture and a caption, with M regions of each picture and the tree of each caption."""
+    """C pairs of an image and a caption, with M regions of each image and the tree of each caption."""
 
     images: Tensor  # [C, 3, H, W] float, normalised for the image tower
     tokens: Tensor  # [C, L] long

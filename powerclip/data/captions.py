@@ -40,7 +40,7 @@ def captions_in(fields: object) -> list[tuple[int, str]]:
 
 
 def content_hash(content: str | bytes) -> int:
-    """64 bits that tell one caption, or one picture's file, from another."""
+    """64 bits that tell one caption, or one image's file, from another."""
     # A lone surrogate can stand in a JSON string; it must have a hash as well.
     data = content.encode("utf-8", errors="surrogatepass") if isinstance(content, str) else content
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

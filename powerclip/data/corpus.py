@@ -1,6 +1,6 @@
-"""A small image–caption corpus read once: shards of a few thousand pictures, decoded and kept in memory.
+"""A small image–caption corpus read once: shards of a few thousand images, decoded and kept in memory.
 
-For corpora that fit on the GPU (captions10k: 10,524 pictures of 128² are 0.5 GB). Shards are tars as img2dataset writes
+For corpora that fit on the GPU (captions10k: 10,524 images of 128² are 0.5 GB). Shards are tars as img2dataset writes
 them: `KEY.jpg` with `KEY.json` ({"captions": […]} or {"caption": …}) or `KEY.txt`. Trees come from a TSV file: key,
 caption number, bracketed tree.
 """
@@ -25,23 +25,23 @@ from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, content_ha
 from powerclip.data.trees import Tree, flat_tree, parse_bracketed
 from powerclip.errors import UserError
 
-NO_PICTURE = "pictures not readable, left out"
-NO_CAPTION = "pictures without a caption, left out"
+NO_IMAGE = "images not readable, left out"
+NO_CAPTION = "images without a caption, left out"
 NO_TREE = "captions without a tree, taken as flat"
 WRONG_TREE = "captions that their tree does not match, taken as flat"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a picture comes from, by which its masks are found."""
+    """Where an image comes from, by which its masks are found."""
 
     shard: Path
-    picture: int  # `content_hash` of its file
+    image: int  # `content_hash` of its file
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pictures and their captions, in the order of the shards; the captions of a picture lie together."""
+    """Images and their captions, in the order of the shards; the captions of an image lie together."""
 
     keys: list[str]
     images: Tensor  # [images, 3, size, size] uint8
@@ -49,12 +49,12 @@ class Corpus:
     image_of_caption: Tensor  # [captions]
     trees: list[Tree]
     fallbacks: dict[str, int] = field(default_factory=dict)  # what was left out or replaced, and how often
-    origins: list[Origin] = field(default_factory=list)  # of each picture
+    origins: list[Origin] = field(default_factory=list)  # of each image
 
     def summary(self) -> str:
-        """`1,000 pictures, 5,000 captions (2 pictures not readable, left out)`."""
+        """`1,000 images, 5,000 captions (2 images not readable, left out)`."""
         replaced = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.items())
-        return f"{len(self.keys):,} pictures, {len(self.captions):,} captions" + (f" ({replaced})" if replaced else "")
+        return f"{len(self.keys):,} images, {len(self.captions):,} captions" + (f" ({replaced})" if replaced else "")
 
 
 def read_corpus(
@@ -64,16 +64,16 @@ def read_corpus(
     threads: int | None = None,
     progress: bool = False,
 ) -> Corpus:
-    """Read shards, squash every picture to `size`², and give every caption its tree (a flat one where none is known).
+    """Read shards, squash every image to `size`², and give every caption its tree (a flat one where none is known).
 
-    A sample without a readable picture or without a caption is counted and left out; a caption whose tree is missing or
+    A sample without a readable image or without a caption is counted and left out; a caption whose tree is missing or
     does not match is counted and gets a flat one.
 
     Args:
         shards: tar files.
-        size: height and width of the pictures in memory.
+        size: height and width of the images in memory.
         trees: a TSV file of bracketed trees, gzipped or not; None makes all trees flat, and counts none.
-        threads: that decode pictures; as many as there are cores by default.
+        threads: that decode images; as many as there are cores by default.
         progress: show a bar on a terminal.
 
     Raises:
@@ -91,10 +91,10 @@ def read_corpus(
         # The pool decodes ahead while this thread parses trees.
         for shard in _shown(shards, progress):
             samples = list(_samples(shard))
-            pictures = pool.map(lambda sample: _decode(sample.image, size), samples)
-            for sample, picture in zip(samples, pictures, strict=True):
-                if picture is None or not sample.captions:
-                    counts[NO_PICTURE if picture is None else NO_CAPTION] += 1
+            decoded = pool.map(lambda sample: _decode(sample.image, size), samples)
+            for sample, pixels in zip(samples, decoded, strict=True):
+                if pixels is None or not sample.captions:
+                    counts[NO_IMAGE if pixels is None else NO_CAPTION] += 1
                     continue
                 for number, caption in sample.captions:
                     parsed.append(_tree(caption, known, (sample.key, number), counts))
@@ -102,7 +102,7 @@ def read_corpus(
                     owners.append(len(keys))
                 keys.append(sample.key)
                 origins.append(Origin(shard, content_hash(sample.image)))
-                images.append(picture)
+                images.append(pixels)
     if not keys:
         found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
         raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {found}")
@@ -185,13 +185,13 @@ def _is_whole(shard: Path) -> bool:
 
 
 def _decode(data: bytes, size: int) -> Tensor | None:
-    """A picture as bytes [3, size, size], or None when it is not one."""
+    """An image as bytes [3, size, size], or None when it is not one."""
     import numpy as np
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            rgb = picture.convert("RGB")
+        with Image.open(io.BytesIO(data)) as pixels:
+            rgb = pixels.convert("RGB")
             if rgb.size != (size, size):
                 rgb = rgb.resize((size, size), Image.Resampling.BICUBIC)
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()

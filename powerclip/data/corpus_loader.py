@@ -18,29 +18,29 @@ from powerclip.data.corpus_masks import CorpusMasks
 from powerclip.data.loader import BatchLoader, mix, share_of
 from powerclip.data.packed import PackedCorpus, pack_corpus, take_phrases, take_tokens
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD, Normaliser
-from powerclip.data.resample import crop_pictures
+from powerclip.data.resample import crop_batch
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.errors import UserError
 
 
 class CorpusLoader(BatchLoader):
-    """Epochs over a corpus: every picture once an epoch, a caption of its own at random, a random crop.
+    """Epochs over a corpus: every image once an epoch, a caption of its own at random, a random crop.
 
     Args:
         corpus: what to show; one that is not packed yet is packed here, with `tokenizer` and `nodes`.
         image_size: height and width of the crops, in pixels.
         grid: rows and columns of patches.
-        batch_size: C, of all ranks together; the pictures at the end of an epoch's order that do not fill a batch are
+        batch_size: C, of all ranks together; the images at the end of an epoch's order that do not fill a batch are
             left out of the epoch.
-        regions: M, of each picture.
+        regions: M, of each image.
         masks: stored masks to take regions from; what is missing to M, or all of them without, are random boxes.
-        largest_box: longest side of a box, as a share of the picture's.
-        crop: smallest share of the picture's area that a crop keeps; 1 shows whole pictures.
-        seed: in which order pictures are shown.
+        largest_box: longest side of a box, as a share of the image's.
+        crop: smallest share of the image's area that a crop keeps; 1 shows whole images.
+        seed: in which order images are shown.
         region_seed: which captions, crops, boxes and masks.
         workers: threads that make batches ahead; 0 makes each when it is needed.
         rank, world_size: which of how many equal shares of each batch to make.
-        device: where pictures are kept and cropped.
+        device: where images are kept and cropped.
         length_multiple: token rows are padded to a multiple of it: few different shapes to compile for, and well-shaped
             matrices.
         sort: order the pairs of a batch by the length of their captions, so that short ones need little padding.
@@ -74,7 +74,7 @@ class CorpusLoader(BatchLoader):
     ):
         super().__init__(workers)
         if batch_size > len(corpus.keys):
-            raise UserError(f"train.batch_size is {batch_size}, but the corpus has only {len(corpus.keys)} pictures")
+            raise UserError(f"train.batch_size is {batch_size}, but the corpus has only {len(corpus.keys)} images")
         self.device = torch.device(device)
         if isinstance(corpus, Corpus):
             corpus = pack_corpus(corpus, tokenizer or CaptionTokenizer(), nodes, self.device)
@@ -100,7 +100,7 @@ class CorpusLoader(BatchLoader):
         order = torch.randperm(len(corpus.keys), generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
         chosen = order[place * self.batch_size : (place + 1) * self.batch_size][self._own]
         # The boxes come after captions and crops, and masks after the boxes: settings that differ in regions alone see
-        # the same of all else. All are drawn for all ranks: a picture has the same ones on any number of them.
+        # the same of all else. All are drawn for all ranks: an image has the same ones on any number of them.
         generator = torch.Generator().manual_seed(mix(self.region_seed, step))
         draw = torch.rand(self.batch_size, generator=generator)[self._own]
         caption = corpus.first_caption[chosen] + (draw * corpus.caption_counts[chosen]).long()
@@ -130,7 +130,7 @@ class CorpusLoader(BatchLoader):
         )
 
     def _draw_masks(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
-        """A random number for each mask of each picture [C, K]; drawn for all ranks, whose K may differ."""
+        """A random number for each mask of each image [C, K]; drawn for all ranks, whose K may differ."""
         if self.masks is None or self._mask_counts is None:
             return torch.zeros(len(chosen), 0)
         draws = torch.rand(self.batch_size, self.masks.most, generator=generator)[self._own]
@@ -140,9 +140,9 @@ class CorpusLoader(BatchLoader):
         return min(-(-int(length) // self.length_multiple) * self.length_multiple, self.corpus.context_length)
 
     def crop_images(self, chosen: Tensor, crops: Tensor) -> Tensor:
-        """Crops [C, 3, H, W] of the pictures of those numbers, normalised; the boxes as `random_crops` gives them."""
+        """Crops [C, 3, H, W] of the images of those numbers, normalised; the boxes as `random_crops` gives them."""
         pictures = self.corpus.images[chosen.to(self.corpus.images.device)].to(self.device)
-        return self._normalise(crop_pictures(pictures, crops, self.image_size))
+        return self._normalise(crop_batch(pictures, crops, self.image_size))
 
     def _send(self, values: Tensor) -> Tensor:
         """On the device. A GPU reads pinned memory while it computes; with other memory the host would wait for it."""
@@ -151,10 +151,10 @@ class CorpusLoader(BatchLoader):
 
 
 def random_crops(count: int, smallest: float, generator: torch.Generator) -> Tensor:
-    """Random crop boxes [C, 4] inside a picture: centre x and y, half width and height, the picture being [-1, 1]².
+    """Random crop boxes [C, 4] inside an image: centre x and y, half width and height, the image being [-1, 1]².
 
     The area is uniform between `smallest` and the whole; the aspect ratio's logarithm uniform up to 4/3 either way, as
-    far as a crop of that area fits into the picture. RandomResizedCrop draws until one fits.
+    far as a crop of that area fits into the image. RandomResizedCrop draws until one fits.
     """
     area, ratio, x, y = torch.rand(4, count, generator=generator)
     area = smallest + (1 - smallest) * area

@@ -1,8 +1,8 @@
 """Stored masks of a corpus in memory: bits on its device, made patches of the crops of a whole batch at once (§3.2).
 
-`powerclip.data.masks` does the same for shards, one picture at a time.
+`powerclip.data.masks` does the same for shards, one image at a time.
 
-Axes: C pictures · K masks, of the one of them that has most · M regions · N patches · G cells of a mask's side
+Axes: C images · K masks, of the one of them that has most · M regions · N patches · G cells of a mask's side
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from powerclip.data.mask_codec import GRID, unpack_masks
 from powerclip.data.masks import HALF
 from powerclip.data.sidecar import Miss, RegionSidecar, read_regions, sidecar_path
 
-NO_ROW = "pictures that no sidecar knows, with random boxes"
-STALE = "pictures that changed since they were segmented, with random boxes"
-NO_MASK = "pictures without a mask, with random boxes"
-BROKEN = "pictures with masks that cannot be read, with random boxes"
+NO_ROW = "images that no sidecar knows, with random boxes"
+STALE = "images that changed since they were segmented, with random boxes"
+NO_MASK = "images without a mask, with random boxes"
+BROKEN = "images with masks that cannot be read, with random boxes"
 
 # Masks that are unpacked at once: 64 MiB as floats.
 _AT_ONCE = 4096
@@ -33,60 +33,60 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class CorpusMasks:
-    """The masks of all pictures of a corpus, end to end, and an empty one: it stands for those that a picture lacks."""
+    """The masks of all images of a corpus, end to end, and an empty one: it stands for those that an image lacks."""
 
     bits: Tensor  # [masks + 1, G, G/8] uint8, the highest bit to the left
-    first: Tensor  # [images] number of the first mask of each picture
-    counts: Tensor  # [images] masks of each picture
-    most: int  # of any picture
-    fallbacks: dict[str, int] = field(default_factory=dict)  # pictures that have no masks by reason
+    first: Tensor  # [images] number of the first mask of each image
+    counts: Tensor  # [images] masks of each image
+    most: int  # of any image
+    fallbacks: dict[str, int] = field(default_factory=dict)  # images that have no masks by reason
 
     def summary(self) -> str:
-        """`16,662 masks of 524 pictures (2 pictures without a mask, with random boxes)`."""
+        """`16,662 masks of 524 images (2 images without a mask, with random boxes)`."""
         replaced = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.items())
-        pictures = len(self.counts) - sum(self.fallbacks.values())
-        return f"{len(self.bits) - 1:,} masks of {pictures:,} pictures" + (f" ({replaced})" if replaced else "")
+        images = len(self.counts) - sum(self.fallbacks.values())
+        return f"{len(self.bits) - 1:,} masks of {images:,} images" + (f" ({replaced})" if replaced else "")
 
     def to(self, device: torch.device | str) -> CorpusMasks:
         """The same masks on another device."""
         return replace(self, bits=self.bits.to(device), first=self.first.to(device), counts=self.counts.to(device))
 
-    def choose(self, pictures: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Up to M masks of each picture as patches of its crop, and boxes for those that are missing: [C, M, N].
+    def choose(self, images: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Up to M masks of each image as patches of its crop, and boxes for those that are missing: [C, M, N].
 
         A mask of which the crop shows nothing is left out. All tensors lie on the device of the masks.
 
         Args:
-            pictures: their numbers in the corpus [C].
-            crops: centre x and y, half width and height [C, 4], the picture being [-1, 1]².
+            images: their numbers in the corpus [C].
+            crops: centre x and y, half width and height [C, 4], the image being [-1, 1]².
             draws: random numbers in [0, 1) [C, K]; masks are taken in their order. K is at least what each of these
-                pictures has.
+                images has.
             boxes: what stands for missing masks [C, M, N]. The first ones give way to masks.
             grid: rows and columns of patches.
         """
         group = max(1, _AT_ONCE // max(1, draws.shape[1]))
-        parts = zip(*(values.split(group) for values in (pictures, crops, draws, boxes)), strict=True)
+        parts = zip(*(values.split(group) for values in (images, crops, draws, boxes)), strict=True)
         return torch.cat([self._choose(grid, *part) for part in parts])
 
-    def _choose(self, grid: tuple[int, int], pictures: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor) -> Tensor:
-        patches = crop_masks(self._unpack(pictures, draws.shape[1]), crops, grid)
+    def _choose(self, grid: tuple[int, int], images: Tensor, crops: Tensor, draws: Tensor, boxes: Tensor) -> Tensor:
+        patches = crop_masks(self._unpack(images, draws.shape[1]), crops, grid)
         # Those that the crop does not show come last, so that a box takes their place.
         order = draws.where(patches.any(-1), 2).argsort(dim=1, stable=True)[:, : boxes.shape[1]]
         drawn = patches.gather(1, order.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
         replaced, kept = boxes.split([drawn.shape[1], boxes.shape[1] - drawn.shape[1]], 1)
         return torch.cat([drawn.where(drawn.any(-1, keepdim=True), replaced), kept], 1)
 
-    def _unpack(self, pictures: Tensor, most: int) -> Tensor:
-        """All masks of some pictures [C, K, G, G], empty ones after the last of each."""
+    def _unpack(self, images: Tensor, most: int) -> Tensor:
+        """All masks of some images [C, K, G, G], empty ones after the last of each."""
         place = torch.arange(most, device=self.bits.device)
-        first, counts = self.first[pictures, None], self.counts[pictures, None]
+        first, counts = self.first[images, None], self.counts[images, None]
         packed = self.bits[(first + place).where(place < counts, len(self.bits) - 1)]
         shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.bits.device)
         return (packed.unsqueeze(-1) >> shifts & 1).flatten(-2)
 
 
 def crop_masks(masks: Tensor, crops: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Masks [C, K, G, G] as patches [C, K, N] of a crop of their picture.
+    """Masks [C, K, G, G] as patches [C, K, N] of a crop of their image.
 
     A patch belongs to a mask that covers half of it; if there is none, the one that it covers most does. None only
     where nothing is covered.
@@ -112,7 +112,7 @@ def overlaps(start: Tensor, end: Tensor, cells: int) -> Tensor:
 def read_masks(corpus: Corpus, folder: Path | None = None) -> CorpusMasks:
     """The masks of a corpus from the sidecars of its shards, in `folder` or beside them.
 
-    A picture without masks, or with those of another picture, is counted.
+    An image without masks, or with those of another image, is counted.
 
     Raises:
         SidecarError: a sidecar is torn, of another version, or none of regions.
@@ -120,12 +120,12 @@ def read_masks(corpus: Corpus, folder: Path | None = None) -> CorpusMasks:
     packed = [np.zeros((0, GRID, GRID // 8), np.uint8)]
     counts: list[int] = []
     fallbacks: Counter[str] = Counter()
-    pictures = zip(corpus.keys, corpus.origins, strict=True)
-    for shard, members in groupby(pictures, key=lambda picture: picture[1].shard):
+    images = zip(corpus.keys, corpus.origins, strict=True)
+    for shard, members in groupby(images, key=lambda image: image[1].shard):
         path = sidecar_path(shard, "regions", folder)
         sidecar = read_regions(path) if path.exists() else None
         for key, origin in members:
-            masks = NO_ROW if sidecar is None else _masks(sidecar, key, origin.picture)
+            masks = NO_ROW if sidecar is None else _masks(sidecar, key, origin.image)
             if isinstance(masks, str):
                 fallbacks[masks] += 1
                 counts.append(0)
@@ -143,9 +143,9 @@ def read_masks(corpus: Corpus, folder: Path | None = None) -> CorpusMasks:
     )
 
 
-def _masks(sidecar: RegionSidecar, key: str, picture: int) -> npt.NDArray[np.uint8] | str:
-    """The masks of a picture as bits [masks, G, G/8], or why it has none."""
-    packed = sidecar.packed(key, picture)
+def _masks(sidecar: RegionSidecar, key: str, image: int) -> npt.NDArray[np.uint8] | str:
+    """The masks of an image as bits [masks, G, G/8], or why it has none."""
+    packed = sidecar.packed(key, image)
     if isinstance(packed, Miss):
         return NO_ROW if packed is Miss.NO_ROW else STALE
     try:

@@ -1,4 +1,4 @@
-"""Which part of a picture a sample shows: RandomResizedCrop's rule, as a function of a key."""
+"""Which part of an image a sample shows: RandomResizedCrop's rule, as a function of a key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATTEMPTS = 10
 
 
 class Box(NamedTuple):
-    """Pixels `left` … `right`-1 and `top` … `bottom`-1 of a picture."""
+    """Pixels `left` … `right`-1 and `top` … `bottom`-1 of an image."""
 
     left: int
     top: int
@@ -31,9 +31,9 @@ class Box(NamedTuple):
 
 
 def random_crop(width: int, height: int, smallest: float, key: int) -> Box:
-    """A box inside a picture of that size, of a random area, shape and place.
+    """A box inside an image of that size, of a random area, shape and place.
 
-    The area is uniform between `smallest` and 1 of the picture's, the logarithm of the aspect ratio uniform up to 4/3
+    The area is uniform between `smallest` and 1 of the image's, the logarithm of the aspect ratio uniform up to 4/3
     either way. As torchvision's RandomResizedCrop: of ten boxes the first that fits; else the largest in the middle
     whose ratio is allowed.
     """

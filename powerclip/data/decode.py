@@ -1,9 +1,9 @@
-"""From the bytes of a picture's file to the pixels of a crop, doing no more than the crop needs.
+"""From the bytes of an image's file to the pixels of a crop, doing no more than the crop needs.
 
 Only the header is read before the crop is chosen. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size when the crop
 still has the pixels that are asked for. Torch resizes bytes two to four times as fast as Pillow, with the same filter.
 
-Pictures are taken as they lie in the file: an orientation in EXIF is not applied (open_clip does not either, and masks
+Images are taken as they lie in the file: an orientation in EXIF is not applied (open_clip does not either, and masks
 are stored in the same coordinates). Transparency is dropped, as open_clip does.
 """
 
@@ -32,15 +32,15 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 @dataclass(frozen=True)
 class Crop:
-    """What a sample shows of its picture."""
+    """What a sample shows of its image."""
 
     pixels: Tensor  # [H, W, 3] uint8
-    box: tuple[float, float, float, float]  # left, top, right, bottom as shares of the whole picture
+    box: tuple[float, float, float, float]  # left, top, right, bottom as shares of the whole image
     faults: list[Fault]  # why it had to be converted
 
 
 def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -> Crop:
-    """A random crop of a picture, `size` pixels high and wide; `random_crop` says which.
+    """A random crop of an image, `size` pixels high and wide; `random_crop` says which.
 
     Raises:
         BadSample: the file is truncated, unreadable, or holds too many pixels.
@@ -49,18 +49,18 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
 
     faults: list[Fault] = []
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
-            width, height = picture.size
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
             if width * height > MOST_PIXELS:
-                raise BadSample(Fault.TOO_LARGE, f"a picture of {width:,} × {height:,} pixels")
+                raise BadSample(Fault.TOO_LARGE, f"an image of {width:,} × {height:,} pixels")
             box = random_crop(width, height, smallest, key)
-            # Rounded up, so that the crop of a smaller picture still has all the pixels that are asked for.
-            drafted = picture.draft(None, (-(-width * size[1] // box.width), -(-height * size[0] // box.height)))
+            # Rounded up, so that the crop of a smaller image still has all the pixels that are asked for.
+            drafted = image.draft(None, (-(-width * size[1] // box.width), -(-height * size[0] // box.height)))
             shrunk = round(width / drafted[1][2]) if drafted else 1
             left, top = box.left // shrunk, box.top // shrunk
             right, bottom = -(-box.right // shrunk), -(-box.bottom // shrunk)
             # Cut before it is converted and copied.
-            pixels = torch.from_numpy(np.array(_to_rgb(picture, (left, top, right, bottom), faults)))
+            pixels = torch.from_numpy(np.array(_to_rgb(image, (left, top, right, bottom), faults)))
     except BadSample:
         raise
     except Image.DecompressionBombError as error:
@@ -68,7 +68,7 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     except Exception as error:  # a broken file makes readers raise almost anything
         kind = Fault.TRUNCATED if "truncated" in str(error) else Fault.UNREADABLE
         raise BadSample(kind, str(error) or type(error).__name__) from None
-    # To the pixel, and for a smaller picture that is one of its own: masks must follow.
+    # To the pixel, and for a smaller image that is one of its own: masks must follow.
     shares = (
         left * shrunk / width,
         top * shrunk / height,
@@ -78,14 +78,14 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     return Crop(_resize(pixels, size), shares, faults)
 
 
-def _to_rgb(picture: Image.Image, box: tuple[int, int, int, int], faults: list[Fault]) -> Image.Image:
-    """The box of a picture's first frame as RGB, eight bits each; what had to be done is added to `faults`."""
+def _to_rgb(image: Image.Image, box: tuple[int, int, int, int], faults: list[Fault]) -> Image.Image:
+    """The box of an image's first frame as RGB, eight bits each; what had to be done is added to `faults`."""
     from PIL import Image
 
     # Cameras store a preview as a second frame (MPO); that does not move.
-    if getattr(picture, "is_animated", False) and picture.format != "MPO":
+    if getattr(image, "is_animated", False) and image.format != "MPO":
         faults.append(Fault.ANIMATED)
-    cut = picture.crop(box)
+    cut = image.crop(box)
     if cut.mode == "CMYK":
         faults.append(Fault.CMYK)
     elif cut.mode.startswith("I") or cut.mode == "F":
@@ -100,7 +100,7 @@ def _to_rgb(picture: Image.Image, box: tuple[int, int, int, int], faults: list[F
 
 
 def _resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """A picture [height, width, 3] at another size."""
+    """An image [height, width, 3] at another size."""
     if pixels.shape[:2] == size:
         return pixels
     batch = pixels.permute(2, 0, 1).unsqueeze(0)

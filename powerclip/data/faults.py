@@ -1,7 +1,7 @@
 """What can be wrong with a sample, how it is counted, and when it is too much.
 
-A *bad* sample cannot be used, and another stands in for it. The others are used with what is left: a picture that had
-to be converted, a caption without its tree (it is one phrase), a picture without its masks (random boxes).
+A *bad* sample cannot be used, and another stands in for it. The others are used with what is left: an image that had
+to be converted, a caption without its tree (it is one phrase), an image without its masks (random boxes).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from powerclip.errors import UserError
 class Fault(StrEnum):
     """By the name under which it is counted and logged."""
 
-    TRUNCATED = "bad/truncated_picture"
-    UNREADABLE = "bad/unreadable_picture"
-    TOO_LARGE = "bad/too_large_picture"
+    TRUNCATED = "bad/truncated_image"
+    UNREADABLE = "bad/unreadable_image"
+    TOO_LARGE = "bad/too_large_image"
     NO_CAPTION = "bad/no_caption"
     BINARY_CAPTION = "bad/binary_caption"
     LOST = "bad/unreadable_shard"

@@ -1,6 +1,6 @@
-"""Masks as a few bytes: bits on a 64 × 64 grid over the whole picture, whatever its shape.
+"""Masks as a few bytes: bits on a 64 × 64 grid over the whole image, whatever its shape.
 
-64 cells are four to a patch of a 16 × 16 grid, and still two when a crop keeps half of the picture's side. A mask is
+64 cells are four to a patch of a 16 × 16 grid, and still two when a crop keeps half of the image's side. A mask is
 stored in whichever of these forms is shortest; the first byte says which:
 
 - the lengths of its runs in row order, deflated;

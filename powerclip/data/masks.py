@@ -1,4 +1,4 @@
-"""Stored masks as regions of a crop: they follow the picture through its crop onto the patch grid (§3.2).
+"""Stored masks as regions of a crop: they follow the image through its crop onto the patch grid (§3.2).
 
 Axes: M regions · N patches · G cells of a mask's side
 """
@@ -25,14 +25,14 @@ def choose_regions(
     grid: tuple[int, int],
     key: int,
 ) -> npt.NDArray[np.bool_]:
-    """Up to `count` of a picture's masks, drawn at random, as patches of a crop: [regions, N].
+    """Up to `count` of an image's masks, drawn at random, as patches of a crop: [regions, N].
 
     A mask of which the crop shows nothing is left out, and another drawn.
 
     Args:
         packed: the stored masks.
         count: M.
-        box: the crop: left, top, right, bottom as shares of the picture.
+        box: the crop: left, top, right, bottom as shares of the image.
         grid: rows and columns of patches.
         key: of the draw.
 

@@ -1,4 +1,4 @@
-"""A corpus ready to be batched: pictures on the device, captions as tokens, trees as phrases.
+"""A corpus ready to be batched: images on the device, captions as tokens, trees as phrases.
 
 Axes: L tokens of the longest caption · P leaves of all captions · T nodes of all captions
 """
@@ -18,14 +18,14 @@ from powerclip.data.tokens import CaptionTokenizer, Nodes, pack_phrases
 
 @dataclass(frozen=True)
 class PackedCorpus:
-    """Everything that a batch of a corpus is cut from. Only the pictures lie on the device. Runs share it."""
+    """Everything that a batch of a corpus is cut from. Only the images lie on the device. Runs share it."""
 
     keys: list[str]
     images: Tensor  # [images, 3, size, size] uint8
     tokens: Tensor  # [captions, L]
     lengths: Tensor  # [captions] tokens of each
     phrases: Phrases  # of all captions
-    first_caption: Tensor  # [images] number of the first caption of each picture
+    first_caption: Tensor  # [images] number of the first caption of each image
     caption_counts: Tensor  # [images]
     context_length: int
 
@@ -36,7 +36,7 @@ def pack_corpus(
     nodes: Nodes = "phrases",
     device: torch.device | str = "cpu",
 ) -> PackedCorpus:
-    """Tokenise a corpus and bring its pictures to the device."""
+    """Tokenise a corpus and bring its images to the device."""
     tokenized = [tokenizer.encode(caption) for caption in corpus.captions]
     tokens = tokenizer.pad([caption.ids for caption in tokenized])
     counts = torch.bincount(corpus.image_of_caption, minlength=len(corpus.keys))

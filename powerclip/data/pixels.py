@@ -32,6 +32,6 @@ class Normaliser:
 
 
 def squash(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Whole pictures [C, 3, H, W] at another size, without regard to their shape: values 0 … 255, float."""
+    """Whole images [C, 3, H, W] at another size, without regard to their shape: values 0 … 255, float."""
     resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
     return resized.clamp_(0, 255)  # bicubic overshoots at edges

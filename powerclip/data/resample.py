@@ -1,9 +1,9 @@
-"""Crops of pictures by products of matrices: a crop of a whole batch in two, which a GPU does faster than it gathers.
+"""Crops of images by products of matrices: a crop of a whole batch in two, which a GPU does faster than it gathers.
 
-Bicubic interpolation is separable. What a row of the crop takes of each row of the picture is a row of one matrix, what
-a column takes of each column a row of another; a crop is the picture between the two.
+Bicubic interpolation is separable. What a row of the crop takes of each row of the image is a row of one matrix, what
+a column takes of each column a row of another; a crop is the image between the two.
 
-Axes: C pictures · H, W height and width
+Axes: C images · H, W height and width
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 _A = -0.75  # of the cubic, as torch's own bicubic modes have it
 
 
-def crop_pictures(pictures: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
-    """Crops [C, 3, *size] of pictures [C, 3, H, W], values 0 … 255, interpolated as `grid_sample` does in bicubic mode.
+def crop_batch(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
+    """Crops [C, 3, *size] of images [C, 3, H, W], values 0 … 255, interpolated as `grid_sample` does in bicubic mode.
 
-    Beyond the border a picture goes on as its border.
+    Beyond the border an image goes on as its border.
 
     Args:
-        pictures: bytes or floats.
-        crops: centre x and y, half width and height [C, 4], the picture being [-1, 1]².
+        images: bytes or floats.
+        crops: centre x and y, half width and height [C, 4], the image being [-1, 1]².
         size: height and width of the crops.
     """
-    height, width = pictures.shape[2:]
+    height, width = images.shape[2:]
     rows = cubic_weights(crops[:, 1], crops[:, 3], size[0], height)
     columns = cubic_weights(crops[:, 0], crops[:, 2], size[1], width)
-    by_row = pictures.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)  # [C, H, 3, W]
+    by_row = images.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)  # [C, H, 3, W]
     down = (rows @ by_row.flatten(2)).unflatten(2, (3, width))
     pixels = (down.flatten(1, 2) @ columns.mT).unflatten(1, (size[0], 3))  # [C, height, 3, width]
     return pixels.clamp_(0, 255).transpose(1, 2).contiguous()  # a cubic overshoots at edges
 
 
 def cubic_weights(centre: Tensor, half: Tensor, cells: int, pixels: int) -> Tensor:
-    """How much of each of a picture's `pixels` in a line every one of a crop's `cells` takes: [C, cells, pixels].
+    """How much of each of an image's `pixels` in a line every one of a crop's `cells` takes: [C, cells, pixels].
 
-    The crops lie inside the picture, `half` [C] to either side of `centre` [C], the picture being [-1, 1].
+    The crops lie inside the image, `half` [C] to either side of `centre` [C], the image being [-1, 1].
     """
     middle = (torch.arange(cells, device=centre.device) + 0.5) * (2 / cells) - 1
     at = ((centre[:, None] + half[:, None] * middle + 1) * pixels - 1) / 2  # in pixels, [C, cells]

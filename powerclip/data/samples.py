@@ -1,4 +1,4 @@
-"""One sample, as one epoch shows it: a crop of its picture, one of its captions, the parts of both.
+"""One sample, as one epoch shows it: a crop of its image, one of its captions, the parts of both.
 
 Everything random is a function of the seed, the epoch and the sample; neither the process that prepares it nor what was
 prepared before matters.
@@ -34,7 +34,7 @@ class Look:
 
     image_size: tuple[int, int]  # height and width in pixels
     grid: tuple[int, int]  # rows and columns of patches
-    crop: float  # smallest share of a picture's area that a crop keeps
+    crop: float  # smallest share of an image's area that a crop keeps
     regions: int  # M
     seed: int  # of captions, crops and regions
 
@@ -73,8 +73,8 @@ class SampleMaker:
 
         captions = _captions(shard, place.number)
         caption = captions[int(uniform(draw(_CAPTION), 0) * len(captions))]
-        picture = shard.read(shard.index.picture(place.number))
-        crop = decode_crop(picture, self.look.image_size, self.look.crop, draw(_CROP))
+        image = shard.read(shard.index.image(place.number))
+        crop = decode_crop(image, self.look.image_size, self.look.crop, draw(_CROP))
         for fault in crop.faults:
             report.add(fault, where)
         return Sample(
@@ -82,7 +82,7 @@ class SampleMaker:
             crop=crop,
             tokens=self.tokenizer.encode(caption),
             tree=_tree(shard, key, caption, where, report),
-            segments=self._segments(shard, key, picture, crop, draw(_MASKS), where, report),
+            segments=self._segments(shard, key, image, crop, draw(_MASKS), where, report),
             box_key=draw(_BOXES),
         )
 
@@ -95,7 +95,7 @@ class SampleMaker:
         return f"{shard.path}, sample {shard.index.keys[place.number]}"
 
     def _segments(
-        self, shard: OpenShard, key: str, picture: bytes, crop: Crop, draw: int, where: str, report: FaultReport
+        self, shard: OpenShard, key: str, image: bytes, crop: Crop, draw: int, where: str, report: FaultReport
     ) -> npt.NDArray[np.bool_]:
         """The patches of stored masks; fewer than M, or none, where there are no more."""
         none = np.zeros((0, self.look.grid[0] * self.look.grid[1]), np.bool_)
@@ -104,8 +104,8 @@ class SampleMaker:
         if isinstance(shard.regions, NoSidecar):
             report.add(shard.regions.fault, where, shard.regions.detail)
             return none
-        # A tar that was not touched since holds the pictures that were annotated.
-        packed = shard.regions.packed(key, None if shard.is_as_annotated(shard.regions.info) else picture)
+        # A tar that was not touched since holds the images that were annotated.
+        packed = shard.regions.packed(key, None if shard.is_as_annotated(shard.regions.info) else image)
         if isinstance(packed, Miss):
             report.add(Fault.REGIONS_NO_ROW if packed is Miss.NO_ROW else Fault.REGIONS_STALE, where, packed)
             return none

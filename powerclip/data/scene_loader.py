@@ -26,8 +26,8 @@ class SceneLoader(BatchLoader):
         image_size: height and width in pixels; scenes are square.
         grid: rows and columns of patches.
         batch_size: C, of all ranks together.
-        regions: M, random boxes of each picture.
-        largest_box: longest side of a box, as a share of the picture's.
+        regions: M, random boxes of each image.
+        largest_box: longest side of a box, as a share of the image's.
         nodes: which constituents of the trees take part.
         seed: which scenes; step s shows numbers s·C … (s+1)·C-1 of them.
         region_seed: which boxes.
@@ -59,7 +59,7 @@ class SceneLoader(BatchLoader):
         super().__init__(workers)
         if image_size[0] != image_size[1]:
             size = "×".join(map(str, image_size))
-            raise UserError(f"data.source: scenes are square, and the model reads pictures of {size} pixels")
+            raise UserError(f"data.source: scenes are square, and the model reads images of {size} pixels")
         self.tokenizer = tokenizer
         self.size = image_size[0]
         self.grid, self.batch_size = grid, batch_size
@@ -76,7 +76,7 @@ class SceneLoader(BatchLoader):
         captions = [self.tokenizer.encode(scene.caption) for scene in scenes]
         tokens = self.tokenizer.pad([caption.ids for caption in captions], multiple=self.length_multiple)
         generator = torch.Generator().manual_seed(mix(self.region_seed, step))
-        # Drawn for all ranks: a picture has the same boxes on any number of them.
+        # Drawn for all ranks: an image has the same boxes on any number of them.
         regions = random_boxes(self.batch_size, self.regions, self.grid, generator, self.largest_box)
         return Batch(
             images=self._normalise(render(scenes, self.size).float()),

@@ -48,10 +48,10 @@ class ShardLoader(BatchLoader):
         sidecars: where the sidecars lie, when not beside the tars.
         trees: read the trees of captions; without, every caption is one phrase.
         segments: regions are stored masks, topped up with random boxes; without, random boxes.
-        regions: M, regions of each picture.
-        largest_box: longest side of a random box, as a share of the picture's.
+        regions: M, regions of each image.
+        largest_box: longest side of a random box, as a share of the image's.
         nodes: which constituents of the trees take part.
-        crop: smallest share of a picture's area that a crop keeps.
+        crop: smallest share of an image's area that a crop keeps.
         seed: in which order samples are shown.
         region_seed: which captions, crops and regions.
         window: how many shards are shuffled together.
@@ -191,7 +191,7 @@ class ShardLoader(BatchLoader):
         pixels = torch.empty(planes.shape, device=self.device)
         if self.device.type == "cuda":
             return self._normalise(pixels.copy_(planes))
-        # One picture fits into the cache of a core; a batch would be fetched from memory three times.
+        # One image fits into the cache of a core; a batch would be fetched from memory three times.
         for target, source in zip(pixels, planes, strict=True):
             self._normalise(target.copy_(source))
         return pixels
@@ -214,5 +214,5 @@ def _begin_worker(_: int) -> None:
     """Workers end with the process that they work for, not before: it may want to finish a step and save it."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
-    # Of odd pictures Pillow warns in every worker; what matters about them is counted.
+    # Of odd images Pillow warns in every worker; what matters about them is counted.
     warnings.filterwarnings("ignore", module="PIL")

@@ -10,12 +10,12 @@ the order of the tar:
 | trees | `caption` list of uint64 | `content_hash` of each caption |
 | | `spans` list of list of {start, end, label} | the phrases of each caption, in offsets of its characters |
 | | `fallback` list of string | why a caption has a flat tree ("too long"); null for one that was parsed |
-| regions | `picture` uint64 | `content_hash` of the picture's file |
-| | `masks` list of binary | over the whole picture, see `powerclip.data.mask_codec` |
-| | `fallback` string | why there is no mask ("picture not readable"); null when the segmenter ran |
+| regions | `image` uint64 | `content_hash` of the image's file |
+| | `masks` list of binary | over the whole image, see `powerclip.data.mask_codec` |
+| | `fallback` string | why there is no mask ("image not readable"); null when the segmenter ran |
 
 The file's own metadata, under `powerclip`, say the rest: version of the format, annotator, counts (`SidecarInfo`).
-A row belongs to a caption or a picture only when the hash agrees: one that was edited since is stale, never wrong.
+A row belongs to a caption or an image only when the hash agrees: one that was edited since is stale, never wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Miss(StrEnum):
     """Why a sidecar has nothing for a sample."""
 
     NO_ROW = "key without a row in the sidecar"
-    STALE = "sidecar made for another caption or picture"
+    STALE = "sidecar made for another caption or image"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SidecarInfo:
     samples: int
     items: int  # captions, or masks
     phrases: int = 0  # of all captions
-    fallbacks: dict[str, int] = field(default_factory=dict)  # flat trees, or pictures without masks, by reason
+    fallbacks: dict[str, int] = field(default_factory=dict)  # flat trees, or images without masks, by reason
     left_out: dict[str, int] = field(default_factory=dict)  # samples of the tar that have no row, by reason
     damage: str | None = None  # what was wrong with the tar, when not all of it could be read
     format: int = FORMAT
@@ -189,12 +189,12 @@ class TreeSidecar:
 
 
 class RegionSidecar:
-    """The masks of all pictures of a shard, packed until they are asked for."""
+    """The masks of all images of a shard, packed until they are asked for."""
 
     def __init__(self, path: Path, info: SidecarInfo, table: pa.Table):
         self.path, self.info = path, info
         self._rows = _rows(table)
-        self._pictures = table["picture"].to_numpy()
+        self._images = table["picture"].to_numpy()
         masks = table["masks"].combine_chunks()
         self._first = _offsets(masks)
         self._masks = masks.flatten()
@@ -211,30 +211,30 @@ class RegionSidecar:
         """The samples, in the order of the tar."""
         return list(self._rows)
 
-    def masks(self, key: str, picture: bytes | None = None) -> npt.NDArray[np.bool_] | Miss:
-        """The masks of a picture [masks, GRID, GRID]: cell (0, 0) is its top left corner, whatever its shape.
+    def masks(self, key: str, image: bytes | None = None) -> npt.NDArray[np.bool_] | Miss:
+        """The masks of an image [masks, GRID, GRID]: cell (0, 0) is its top left corner, whatever its shape.
 
-        With the picture's file as it is now, masks of another picture are a `Miss`.
+        With the image's file as it is now, masks of another image are a `Miss`.
         """
-        packed = self.packed(key, picture)
+        packed = self.packed(key, image)
         return packed if isinstance(packed, Miss) else unpack_masks(packed)
 
-    def packed(self, key: str, picture: bytes | int | None = None) -> list[bytes] | Miss:
-        """The masks of a picture as they are stored, for those who need only some.
+    def packed(self, key: str, image: bytes | int | None = None) -> list[bytes] | Miss:
+        """The masks of an image as they are stored, for those who need only some.
 
-        Of the picture's file as it is now, the `content_hash` will do.
+        Of the image's file as it is now, the `content_hash` will do.
         """
         row = self._rows.get(key)
         if row is None:
             return Miss.NO_ROW
-        now = content_hash(picture) if isinstance(picture, bytes) else picture
-        if now is not None and self._pictures[row] != now:
+        now = content_hash(image) if isinstance(image, bytes) else image
+        if now is not None and self._images[row] != now:
             return Miss.STALE
         first, end = int(self._first[row]), int(self._first[row + 1])
         return self._masks.slice(first, end - first).to_pylist()
 
     def fallback(self, key: str) -> str | None:
-        """Why a picture has no mask; None when it has some, or is not there."""
+        """Why an image has no mask; None when it has some, or is not there."""
         row = self._rows.get(key)
         return None if row is None else self._reasons[row]
 

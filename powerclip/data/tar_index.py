@@ -30,7 +30,7 @@ EMPTY = "empty file"
 NO_TAR = "not a tar"
 TORN = "cut off"
 
-NO_PICTURE = "no picture"
+NO_IMAGE = "no image"
 NO_CAPTION = "no caption"
 
 
@@ -60,23 +60,23 @@ class IndexInfo:
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The samples of a tar that have a picture and a caption, by number.
+    """The samples of a tar that have an image and a caption, by number.
 
     A sample may have its captions in two files (`.json` and `.txt`); the second is looked at when the first has none.
     """
 
     info: IndexInfo
     keys: list[str]
-    pictures: npt.NDArray[np.int64]  # [samples, 2] offset and size
+    images: npt.NDArray[np.int64]  # [samples, 2] offset and size
     captions: npt.NDArray[np.int64]  # [samples, 2 files, 2]; size 0: no such file
     kinds: npt.NDArray[np.uint8]  # [samples, 2 files] place in CAPTION_SUFFIXES
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def picture(self, number: int) -> Extent:
-        """Where the picture of a sample lies."""
-        return Extent(*self.pictures[number].tolist())
+    def image(self, number: int) -> Extent:
+        """Where the image of a sample lies."""
+        return Extent(*self.images[number].tolist())
 
     def caption_files(self, number: int) -> list[tuple[Extent, str]]:
         """Where the captions of a sample lie, with the suffix of each file."""
@@ -87,7 +87,7 @@ class TarIndex:
         """The content of an index file."""
         keys = "\n".join(self.keys).encode("utf-8", errors="surrogateescape")
         head = json.dumps({**asdict(self.info), "keys": len(keys)}).encode() + b"\n"
-        return b"".join([head, self.pictures.tobytes(), self.captions.tobytes(), self.kinds.tobytes(), keys])
+        return b"".join([head, self.images.tobytes(), self.captions.tobytes(), self.kinds.tobytes(), keys])
 
 
 # ---- the file that keeps an index ------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def read_index(path: Path) -> TarIndex:
         if len(data) != sum(sizes):
             raise ValueError(f"{len(data)} bytes instead of {sum(sizes)}")
         ends = np.cumsum([0, *sizes]).tolist()
-        pictures, captions, kinds, keys = (data[start:end] for start, end in pairwise(ends))
+        images, captions, kinds, keys = (data[start:end] for start, end in pairwise(ends))
         names = keys.decode("utf-8", errors="surrogateescape").split("\n") if count else []
         if len(names) != count:
             raise ValueError(f"{len(names)} keys instead of {count}")
@@ -140,7 +140,7 @@ def read_index(path: Path) -> TarIndex:
     return TarIndex(
         info=info,
         keys=names,
-        pictures=np.frombuffer(pictures, np.int64).reshape(count, 2),
+        images=np.frombuffer(images, np.int64).reshape(count, 2),
         captions=np.frombuffer(captions, np.int64).reshape(count, 2, 2),
         kinds=np.frombuffer(kinds, np.uint8).reshape(count, 2),
     )
@@ -241,21 +241,21 @@ class _Samples:
 
     def __init__(self) -> None:
         self._keys: list[str] = []
-        self._pictures: list[Extent] = []
+        self._images: list[Extent] = []
         self._captions: list[tuple[Extent, Extent]] = []
         self._kinds: list[tuple[int, int]] = []
         self._left_out: dict[str, int] = {}
         self._key: str | None = None
-        self._picture = Extent(0, 0)
+        self._image = Extent(0, 0)
         self._texts: list[tuple[Extent, int]] = []
 
     def add(self, member: Member) -> None:
         key, suffix = split_member(member.name)
         if key != self._key:
             self._close()
-            self._key, self._picture, self._texts = key, Extent(0, 0), []
+            self._key, self._image, self._texts = key, Extent(0, 0), []
         if suffix in IMAGE_SUFFIXES:
-            self._picture = Extent(member.offset, member.size)
+            self._image = Extent(member.offset, member.size)
         elif suffix in CAPTION_SUFFIXES and member.size:
             self._texts.append((Extent(member.offset, member.size), CAPTION_SUFFIXES.index(suffix)))
 
@@ -268,7 +268,7 @@ class _Samples:
         return TarIndex(
             info=info,
             keys=self._keys,
-            pictures=np.array(self._pictures, np.int64).reshape(-1, 2),
+            images=np.array(self._images, np.int64).reshape(-1, 2),
             captions=np.array(self._captions, np.int64).reshape(-1, 2, 2),
             kinds=np.array(self._kinds, np.uint8).reshape(-1, 2),
         )
@@ -276,13 +276,13 @@ class _Samples:
     def _close(self) -> None:
         if self._key is None:
             return
-        if not self._picture.size or not self._texts:
-            reason = NO_CAPTION if self._picture.size else NO_PICTURE
+        if not self._image.size or not self._texts:
+            reason = NO_CAPTION if self._image.size else NO_IMAGE
             self._left_out[reason] = self._left_out.get(reason, 0) + 1
             return
         (first, first_kind), (second, second_kind) = [*self._texts, (Extent(0, 0), 0)][:2]
         self._keys.append(self._key)
-        self._pictures.append(self._picture)
+        self._images.append(self._image)
         self._captions.append((first, second))
         self._kinds.append((first_kind, second_kind))
 

@@ -134,7 +134,7 @@ def check_config(config: object, source: str) -> None:
 
 
 def _check_preprocess(preprocess: dict[str, Any], source: str) -> None:
-    """Raise `UserError` for what open_clip's transform would meet with an assertion, or each picture with an error."""
+    """Raise `UserError` for what open_clip's transform would meet with an assertion, or each image with an error."""
     for part in ("mean", "std"):
         values = preprocess[part]
         numbers = isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)

@@ -1,4 +1,4 @@
-"""What turns pictures and captions into a model's input: open_clip's preprocessing and tokenizers."""
+"""What turns images and captions into a model's input: open_clip's preprocessing and tokenizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from powerclip.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
-Preprocess = Callable[["Image.Image"], Tensor]  # a picture → [3, H, W], normalised
+Preprocess = Callable[["Image.Image"], Tensor]  # an image → [3, H, W], normalised
 
 
 class Tokenizer(Protocol):

@@ -22,7 +22,7 @@ from powerclip.errors import UserError
 def check_vision_tower(visual: Any) -> None:
     """Raise `UserError` when `visual` has no patches that live in the same space as its global embedding.
 
-    Also when its patches do not fill its pictures.
+    Also when its patches do not fill its images.
     """
     from open_clip.transformer import VisionTransformer
 

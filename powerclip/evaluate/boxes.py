@@ -1,10 +1,10 @@
-"""The pointing game on a user's own boxes: a JSON file that says which phrase of a caption names what in a picture.
+"""The pointing game on a user's own boxes: a JSON file that says which phrase of a caption names what in an image.
 
     [{"image": "dog.jpg", "caption": "a dog on a red chair", "phrase": "a red chair", "box": [40, 60, 200, 220]},
      {"image": "dog.jpg", "caption": "a dog on a red chair", "phrase": [0, 5], "boxes": [[52, 8, 130, 110]]}]
 
-Pictures lie beside the file or in `images/`. A phrase is its text, or where it begins and ends in the caption. A box is
-left, top, right and bottom in pixels of the picture; with {"units": "shares", "items": […]} around the list, in shares
+Images lie beside the file or in `images/`. A phrase is its text, or where it begins and ends in the caption. A box is
+left, top, right and bottom in pixels of the image; with {"units": "shares", "items": […]} around the list, in shares
 of its width and height.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from powerclip.data.trees import Span, is_word, shorten
 from powerclip.errors import UserError, nearest
-from powerclip.evaluate.images import FilePictures
+from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.tasks import Box, PointingGame
 
 UNITS = ("pixels", "shares")
@@ -31,7 +31,7 @@ _KEYS = ("image", "caption", "phrase", "box", "boxes")
 class _Phrase:
     """One question of the game."""
 
-    picture: Path
+    image: Path
     caption: str
     span: Span
     boxes: tuple[Box, ...]
@@ -42,22 +42,22 @@ def read_boxes(path: Path) -> PointingGame:
     """The pointing game in a file.
 
     Raises:
-        UserError: a phrase is not in its caption, a box is none, or a picture is not there; the message names the item.
+        UserError: a phrase is not in its caption, a box is none, or an image is not there; the message names the item.
     """
     units, items = _items(path)
     images = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
     found = [_phrase(item, images, f"{path}, item {number}") for number, item in enumerate(items)]
-    number = {picture: place for place, picture in enumerate(dict.fromkeys(one.picture for one in found))}
-    gone = [picture for picture in number if not picture.is_file()]
+    number = {image: place for place, image in enumerate(dict.fromkeys(one.image for one in found))}
+    gone = [image for image in number if not image.is_file()]
     if gone:
-        raise UserError(f"{path} names {len(gone):,} pictures that are not there, the first is {gone[0]}")
-    sizes = {picture: _size(picture) if units == "pixels" else (1.0, 1.0) for picture in number}
+        raise UserError(f"{path} names {len(gone):,} images that are not there, the first is {gone[0]}")
+    sizes = {image: _size(image) if units == "pixels" else (1.0, 1.0) for image in number}
     return PointingGame(
-        FilePictures(list(number)),
-        [number[one.picture] for one in found],
+        FileImages(list(number)),
+        [number[one.image] for one in found],
         [one.caption for one in found],
         [one.span for one in found],
-        [[_share(box, sizes[one.picture], one.where) for box in one.boxes] for one in found],
+        [[_share(box, sizes[one.image], one.where) for box in one.boxes] for one in found],
     )
 
 
@@ -132,25 +132,25 @@ def _box(box: Any, where: str) -> Box:
 
 
 def _size(path: Path) -> tuple[float, float] | None:
-    """Width and height from the picture's head; None where it cannot be read, which is counted when it is embedded."""
+    """Width and height from the image's head; None where it cannot be read, which is counted when it is embedded."""
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
-            return float(picture.width), float(picture.height)
+        with Image.open(path) as image:
+            return float(image.width), float(image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
 
 
 def _share(box: Box, size: tuple[float, float] | None, where: str) -> Box:
-    """The box in shares of the picture, cut at its edges."""
+    """The box in shares of the image, cut at its edges."""
     if size is None:
         return (0.0, 0.0, 1.0, 1.0)
     width, height = size
     left, top, right, bottom = box
     shares = (left / width, top / height, right / width, bottom / height)
     if shares[0] >= 1 or shares[1] >= 1 or shares[2] <= 0 or shares[3] <= 0:
-        inside = "a picture" if size == (1.0, 1.0) else f"its picture of {width:g} × {height:g} pixels"
+        inside = "an image" if size == (1.0, 1.0) else f"its image of {width:g} × {height:g} pixels"
         raise UserError(f"{where}: box {list(box)} lies outside {inside}")
     x0, y0, x1, y1 = (min(max(side, 0.0), 1.0) for side in shares)
     return x0, y0, x1, y1

@@ -1,4 +1,4 @@
-"""Compositionality, SugarCrepe's way: is a picture's caption preferred to a false one that is nearly the same?"""
+"""Compositionality, SugarCrepe's way: is an image's caption preferred to a false one that is nearly the same?"""
 
 from __future__ import annotations
 

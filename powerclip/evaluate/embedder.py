@@ -1,7 +1,7 @@
 """Embeddings for the benchmarks: computed once, kept by the content of what was embedded and of the model.
 
-A chunk of pictures is one file of the cache. An interrupted evaluation loses at most one chunk, and a dataset that
-shares its pictures with another (SugarCrepe and COCO) need not embed them again if they come in the same order.
+A chunk of images is one file of the cache. An interrupted evaluation loses at most one chunk, and a dataset that
+shares its images with another (SugarCrepe and COCO) need not embed them again if they come in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from powerclip.data.pixels import Normaliser, squash
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.evaluate.embeddings import BATCH, device_of, evaluating
-from powerclip.evaluate.images import Pictures
+from powerclip.evaluate.images import ImageSource
 from powerclip.evaluate.ranks import threads_for
 from powerclip.evaluate.watch import Watch, unwatched
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
     from powerclip.encoders import DualEncoder
 
-CHUNK = 2 * BATCH  # pictures in one file of the cache: about 300 MB while they are decoded for 224²
-TOLERANCE = 0.001  # share of unreadable pictures beyond which a dataset's number would not be the dataset's
+CHUNK = 2 * BATCH  # images in one file of the cache: about 300 MB while they are decoded for 224²
+TOLERANCE = 0.001  # share of unreadable images beyond which a dataset's number would not be the dataset's
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Embeddings of pictures [pictures, D] on the CPU; those that could not be read are zero and named."""
+    """Embeddings of images [images, D] on the CPU; those that could not be read are zero and named."""
 
     vectors: Tensor
-    readable: Tensor  # [pictures] bool
+    readable: Tensor  # [images] bool
     corrupt: tuple[str, ...]
 
 
@@ -52,7 +52,7 @@ class Embedder:
         encoder: in evaluation mode while it embeds.
         tokenizer: of the model.
         cache: a folder for embeddings; None computes them each time.
-        threads: that read and decode pictures; as many as there are cores by default, shared by the ranks on them.
+        threads: that read and decode images; as many as there are cores by default, shared by the ranks on them.
         ranks: the processes that embed together. Each has all embeddings afterwards.
     """
 
@@ -75,26 +75,26 @@ class Embedder:
         self._prepare = preprocess_for(encoder)
         self._model = digest_of(encoder) if cache is not None else b""
 
-    def pictures(self, pictures: Pictures) -> Embedded:
-        """Embeddings of all pictures.
+    def images(self, source: ImageSource) -> Embedded:
+        """Embeddings of all images.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
         """
-        vectors = torch.zeros(len(pictures.names), self.encoder.embed_dim)
+        vectors = torch.zeros(len(source.names), self.encoder.embed_dim)
 
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            vectors[chunk.start : chunk.stop], readable = self._chunk(pictures, chunk, pool)
+            vectors[chunk.start : chunk.stop], readable = self._chunk(source, chunk, pool)
             return readable
 
-        readable = self._in_chunks(pictures, embed)
-        return _checked(self.ranks.sum(vectors), readable, pictures.names)
+        readable = self._in_chunks(source, embed)
+        return _checked(self.ranks.sum(vectors), readable, source.names)
 
-    def patches(self, pictures: Pictures, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
-        """Hand the patches [pictures, N, D] of some pictures after the other to `use`, with their places.
+    def patches(self, source: ImageSource, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
+        """Hand the patches [images, N, D] of some images after the other to `use`, with their places.
 
-        Whole pictures, squashed to the tower's size: a box of theirs keeps its place, in shares. Under torchrun, `use`
-        sees this rank's pictures only. The result tells which could be read; patches are too many to be kept.
+        Whole images, squashed to the tower's size: a box of theirs keeps its place, in shares. Under torchrun, `use`
+        sees this rank's images only. The result tells which could be read; patches are too many to be kept.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
@@ -103,8 +103,8 @@ class Embedder:
         normalise = Normaliser(wants["mean"], wants["std"])
 
         def load(place: int) -> Tensor | None:
-            content = _read(pictures, place)
-            return _decode(lambda: normalise(squash(_pixels(pictures.decode(content)), self.encoder.image_size))[0])
+            content = _read(source, place)
+            return _decode(lambda: normalise(squash(_pixels(source.decode(content)), self.encoder.image_size))[0])
 
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
             pixels = dict(zip(chunk, pool.map(load, chunk), strict=True))
@@ -115,11 +115,11 @@ class Embedder:
                 use(places, self.encoder.encode_patches(batch.to(device))[1])
             return torch.tensor([pixels[place] is not None for place in chunk])
 
-        return _checked(torch.zeros(len(pictures.names), 0), self._in_chunks(pictures, embed), pictures.names)
+        return _checked(torch.zeros(len(source.names), 0), self._in_chunks(source, embed), source.names)
 
-    def _in_chunks(self, pictures: Pictures, embed: Callable[[range, ThreadPoolExecutor], Tensor]) -> Tensor:
-        """Let `embed` work on this rank's chunks of places; which pictures of all ranks could be read [pictures]."""
-        count = len(pictures.names)
+    def _in_chunks(self, source: ImageSource, embed: Callable[[range, ThreadPoolExecutor], Tensor]) -> Tensor:
+        """Let `embed` work on this rank's chunks of places; which images of all ranks could be read [images]."""
+        count = len(source.names)
         readable = torch.zeros(count, dtype=torch.uint8)
         chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
         mine = [chunk for number, chunk in enumerate(chunks) if self._is_mine(number)]
@@ -164,23 +164,23 @@ class Embedder:
                 vectors[torch.tensor(places)] = self.encoder.encode_text(tokens.to(device)).float().cpu()
         return self.ranks.sum(vectors)
 
-    def prepare(self, pictures: Pictures, content: bytes) -> Tensor:
-        """A picture as the model reads it [3, H, W], from the content that `pictures.read` gave."""
-        return self._prepare(pictures.decode(content))
+    def prepare(self, source: ImageSource, content: bytes) -> Tensor:
+        """An image as the model reads it [3, H, W], from the content that `images.read` gave."""
+        return self._prepare(source.decode(content))
 
-    def _chunk(self, pictures: Pictures, places: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
-        contents = list(pool.map(lambda place: _read(pictures, place), places))
-        key = self._key(contents, "pictures")
+    def _chunk(self, source: ImageSource, places: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
+        contents = list(pool.map(lambda place: _read(source, place), places))
+        key = self._key(contents, "images")
         found = self._load(key)
         if found is None:
             # The pool decodes ahead while the encoder works.
-            prepared = pool.map(lambda content: _decode(lambda: self.prepare(pictures, content)), contents)
-            vectors, readable = self._encode_pictures(prepared)
+            prepared = pool.map(lambda content: _decode(lambda: self.prepare(source, content)), contents)
+            vectors, readable = self._encode_images(prepared)
             found = {"vectors": vectors, "readable": readable}
             self._store(key, found)
         return found["vectors"], found["readable"]
 
-    def _encode_pictures(self, prepared: Iterable[Tensor | None]) -> tuple[Tensor, Tensor]:
+    def _encode_images(self, prepared: Iterable[Tensor | None]) -> tuple[Tensor, Tensor]:
         device = device_of(self.encoder)
         parts: list[Tensor] = []
         batch: list[Tensor] = []
@@ -231,7 +231,7 @@ class Embedder:
 
 
 def digest_of(encoder: DualEncoder) -> bytes:
-    """A hash of everything that an embedding depends on: the weights, the towers, the preparation of pictures."""
+    """A hash of everything that an embedding depends on: the weights, the towers, the preparation of images."""
     total = hashlib.blake2b(digest_size=20)
     about = [encoder.config, encoder.clip.visual.preprocess_cfg]
     total.update(json.dumps(about, sort_keys=True, default=str).encode())
@@ -247,14 +247,14 @@ def _checked(vectors: Tensor, readable: Tensor, names: Sequence[str]) -> Embedde
     if len(corrupt) > TOLERANCE * len(names):
         shown = "; ".join(corrupt[:3]) + (f"; and {len(corrupt) - 3:,} more" if len(corrupt) > 3 else "")
         raise UserError(
-            f"{len(corrupt):,} of {len(names):,} pictures cannot be read ({shown}): "
+            f"{len(corrupt):,} of {len(names):,} images cannot be read ({shown}): "
             "more than 0.1 %, restore them or remove them from the dataset"
         )
     return Embedded(vectors, readable, corrupt)
 
 
 def _decode(decode: Callable[[], Tensor]) -> Tensor | None:
-    """What `decode` gives, or nothing for a damaged picture."""
+    """What `decode` gives, or nothing for a damaged image."""
     from PIL import Image
 
     try:
@@ -264,16 +264,16 @@ def _decode(decode: Callable[[], Tensor]) -> Tensor | None:
         return None
 
 
-def _pixels(picture: Image.Image) -> Tensor:
-    """A picture as bytes [1, 3, H, W]."""
+def _pixels(image: Image.Image) -> Tensor:
+    """An image as bytes [1, 3, H, W]."""
     import numpy as np
 
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
 
 
-def _read(pictures: Pictures, place: int) -> bytes:
-    """The content, or nothing where a picture cannot even be read: counted with those that cannot be decoded."""
+def _read(source: ImageSource, place: int) -> bytes:
+    """The content, or nothing where an image cannot even be read: counted with those that cannot be decoded."""
     try:
-        return pictures.read(place)
+        return source.read(place)
     except (OSError, ValueError, SyntaxError):
         return b""

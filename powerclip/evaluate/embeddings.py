@@ -1,4 +1,4 @@
-"""Global embeddings of many pictures and captions: what every zero-shot benchmark begins with."""
+"""Global embeddings of many images and captions: what every zero-shot benchmark begins with."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def embed_texts(encoder: DualEncoder, tokenizer: CaptionTokenizer, texts: Sequen
     return torch.cat(parts)
 
 
-def embed_pictures(encoder: DualEncoder, images: Tensor) -> Tensor:
-    """Embeddings [images, D] of whole pictures [images, 3, H, W] uint8, squashed to the size that the tower reads."""
+def embed_images(encoder: DualEncoder, images: Tensor) -> Tensor:
+    """Embeddings [images, D] of whole images [images, 3, H, W] uint8, squashed to the size that the tower reads."""
     device = device_of(encoder)
     wants = encoder.clip.visual.preprocess_cfg
     normalise = Normaliser(wants["mean"], wants["std"], device)

@@ -1,4 +1,4 @@
-"""Ground captions in a picture: a heatmap for each caption and each of its phrases, by each model, as one PNG."""
+"""Ground captions in an image: a heatmap for each caption and each of its phrases, by each model, as one PNG."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def ground(
     output: str | Path,
     brackets: str | Sequence[str] | None = None,
 ) -> Path:
-    """Write the heatmaps of captions over the picture at `image_path`, by one or several models, and return where.
+    """Write the heatmaps of captions over the image at `image_path`, by one or several models, and return where.
 
     Several models stand below each other for each caption. Several captions, such as a caption and its edits, follow
     each other: change a word and see which response moves.
 
     Args:
-        image_path: any picture that Pillow reads.
+        image_path: any image that Pillow reads.
         caption: what to look for, or several of it.
         model: a saved model or an open_clip name, as `powerclip.load` takes it, or several.
         output: the PNG; its folder is made if it is missing.
         brackets: the tree of each caption, Penn style. Without it, each word is a phrase of its own.
 
     Raises:
-        UserError: no such picture or model, a tree that does not match, a caption without a word, an output that
+        UserError: no such image or model, a tree that does not match, a caption without a word, an output that
             cannot be written.
     """
     # What costs nothing to check is checked before the model is loaded.
@@ -52,11 +52,11 @@ def ground(
     if not captions or not models:
         raise UserError("grounding needs at least one caption and one model")
     trees = _trees(captions, [brackets] if isinstance(brackets, str) else brackets)
-    picture = _open(Path(image_path))
+    image = _open(Path(image_path))
 
     from powerclip.report.heatmaps import heatmap_figure, save_png
 
-    by_model = [_rows(one, name, picture, captions, trees) for one, name in zip(models, _names(models), strict=True)]
+    by_model = [_rows(one, name, image, captions, trees) for one, name in zip(models, _names(models), strict=True)]
     # Caption by caption, the models of each below each other.
     rows = [row for place in range(len(captions)) for row in _below(rows[place] for rows in by_model)]
     figure = heatmap_figure(rows)
@@ -74,13 +74,13 @@ def _trees(captions: Sequence[str], brackets: Sequence[str] | None) -> list[Tree
     for place, caption in enumerate(captions):
         tree = word_tree(caption) if brackets is None else parse_bracketed(brackets[place], caption)
         if not tree.nodes:
-            raise UserError(f"caption {caption!r} has no word: say what to look for in the picture")
+            raise UserError(f"caption {caption!r} has no word: say what to look for in the image")
         trees.append(tree)
     return trees
 
 
 def _rows(
-    model: str | Path, name: str, picture: Image.Image, captions: Sequence[str], trees: Sequence[Tree]
+    model: str | Path, name: str, image: Image.Image, captions: Sequence[str], trees: Sequence[Tree]
 ) -> list[Row]:
     """One row of heatmaps for each caption."""
     from powerclip.data.tokens import CaptionTokenizer
@@ -90,7 +90,7 @@ def _rows(
     encoder, preprocess, open_clip_tokenizer = load(model)
     encoder.eval()
     tokenizer = CaptionTokenizer(open_clip_tokenizer)
-    pixels = preprocess(picture)
+    pixels = preprocess(image)
     seen = _as_seen(encoder, pixels)
     rows = []
     for caption, tree in zip(captions, trees, strict=True):
@@ -131,7 +131,7 @@ def word_tree(caption: str) -> Tree:
 def caption_heatmaps(
     encoder: DualEncoder, tokenizer: CaptionTokenizer, pixels: Tensor, caption: str, tree: Tree
 ) -> tuple[list[str], Tensor]:
-    """Phrases and their heatmaps [phrases, rows, columns] over one preprocessed picture [3, H, W].
+    """Phrases and their heatmaps [phrases, rows, columns] over one preprocessed image [3, H, W].
 
     The first is the caption, by its global embedding; then each node below the root by its p_B. Nodes that lie
     beyond the context length are left out: the model has not read them.
@@ -154,17 +154,17 @@ def _open(path: Path) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     if not path.exists():
-        raise UserError(f"no picture at {path}")
+        raise UserError(f"no image at {path}")
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name a picture in it")
+        raise UserError(f"{path} is a folder; name an image in it")
     try:
         with Image.open(path) as file:
             return file.convert("RGB")
     except UnidentifiedImageError:
-        raise UserError(f"{path} is not a picture that can be read (JPEG, PNG, WebP, …)") from None
+        raise UserError(f"{path} is not an image that can be read (JPEG, PNG, WebP, …)") from None
     # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as a picture: {error}") from None
+        raise UserError(f"{path} cannot be read as an image: {error}") from None
 
 
 def _check_output(path: Path) -> Path:
@@ -179,7 +179,7 @@ def _check_output(path: Path) -> Path:
 
 
 def _as_seen(encoder: DualEncoder, pixels: Tensor) -> Tensor:
-    """The picture as the model saw it, cropped and scaled, with the normalisation undone: [3, H, W] uint8.
+    """The image as the model saw it, cropped and scaled, with the normalisation undone: [3, H, W] uint8.
 
     Heatmaps lie over what the model saw, not over the file.
     """

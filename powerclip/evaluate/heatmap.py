@@ -1,4 +1,4 @@
-"""Text-to-patch similarity: where in the picture a caption or one of its phrases is found.
+"""Text-to-patch similarity: where in the image a caption or one of its phrases is found.
 
 A phrase can ask in two ways. `words`: as in training, by p_B (Eqs. 3 and 4), pooled from the word features that
 the whole caption gave. `text`: as a caption of its own, by its global embedding.

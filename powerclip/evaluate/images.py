@@ -1,6 +1,6 @@
-"""Where the pictures of a benchmark come from: files, tars, or a dataset object; one at a time and as bytes.
+"""Where the images of a benchmark come from: files, tars, or a dataset object; one at a time and as bytes.
 
-Bytes, because embeddings are cached by content: a picture that was embedded before is read, but not decoded.
+Bytes, because embeddings are cached by content: an image that was embedded before is read, but not decoded.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-class Pictures(Protocol):
-    """Pictures that can be read one by one, from several threads."""
+class ImageSource(Protocol):
+    """Images that can be read one by one, from several threads."""
 
     @property
     def names(self) -> Sequence[str]:
-        """What messages call each picture."""
+        """What messages call each image."""
         ...
 
     def read(self, place: int) -> bytes:
-        """The content of one picture."""
+        """The content of one image."""
         ...
 
     def decode(self, content: bytes) -> Image.Image:
-        """The picture that `read` gave the content of."""
+        """The image that `read` gave the content of."""
         ...
 
 
 def decode_file(content: bytes) -> Image.Image:
-    """The picture in an image file's content, in RGB."""
+    """The image in an image file's content, in RGB."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(content)) as picture:
-        return picture.convert("RGB")
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
 
 
 @dataclass(frozen=True)
-class FilePictures:
+class FileImages:
     """Image files."""
 
     paths: Sequence[Path]
@@ -57,7 +57,7 @@ class FilePictures:
         return self.paths[place].read_bytes()
 
     def decode(self, content: bytes) -> Image.Image:
-        """The picture in it."""
+        """The image in it."""
         return decode_file(content)
 
 
@@ -72,7 +72,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class TarPictures:
+class TarImages:
     """Image files inside tars, read where they lie."""
 
     members: Sequence[Member]
@@ -97,13 +97,13 @@ class TarPictures:
         return opened[1].read(member.size)
 
     def decode(self, content: bytes) -> Image.Image:
-        """The picture in it."""
+        """The image in it."""
         return decode_file(content)
 
 
 @dataclass(frozen=True)
-class DatasetPictures:
-    """Pictures of a dataset object (torchvision's, clip-benchmark's) whose items begin with a PIL image."""
+class DatasetImages:
+    """Images of a dataset object (torchvision's, clip-benchmark's) whose items begin with a PIL image."""
 
     name: str
     dataset: Any
@@ -118,11 +118,11 @@ class DatasetPictures:
 
     def read(self, place: int) -> bytes:
         """The pixels, with their size in front."""
-        picture = self.dataset[place][0].convert("RGB")
-        return f"{picture.width} {picture.height}\n".encode() + picture.tobytes()
+        image = self.dataset[place][0].convert("RGB")
+        return f"{image.width} {image.height}\n".encode() + image.tobytes()
 
     def decode(self, content: bytes) -> Image.Image:
-        """The picture with these pixels."""
+        """The image with these pixels."""
         from PIL import Image
 
         head, _, pixels = content.partition(b"\n")

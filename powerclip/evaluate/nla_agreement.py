@@ -179,14 +179,14 @@ def analyse(
     Args:
         output: a folder; it is made if it is missing.
         model: a saved model or an open_clip name, as `powerclip.load` takes it.
-        shards: a tar, or a pattern of several, of pictures and captions; without it the model embeds scenes.
+        shards: a tar, or a pattern of several, of images and captions; without it the model embeds scenes.
         trees: a TSV file of the captions' trees; without it they are flat.
         batches: how many, of `count` pairs with `regions` random boxes each.
         seed: of the vectors, and of the choice of pairs and boxes.
         say: is told what the shards hold; a bar is shown with it.
 
     Raises:
-        UserError: no such model, shards or trees; fewer pictures than asked for; trees without shards.
+        UserError: no such model, shards or trees; fewer images than asked for; trees without shards.
     """
     # What costs nothing to check is checked before the model is loaded.
     if shards is not None and model is None:
@@ -257,7 +257,7 @@ def _pairs(
     seed: int,
     say: Callable[[str], None] | None,
 ) -> CorpusLoader:
-    """Whole pictures of the shards, each with one of its captions and random boxes."""
+    """Whole images of the shards, each with one of its captions and random boxes."""
     corpus = read_corpus(shards, max(encoder.image_size), trees, progress=say is not None)
     if say:
         say(f"{_named(shards)}: {corpus.summary()}")
@@ -265,7 +265,7 @@ def _pairs(
         most = len(corpus.keys) // count
         advice = f"ask for --batches {most}" if most else "name more shards"
         raise UserError(
-            f"--shards: {_named(shards)} has {len(corpus.keys)} pictures that can be used, "
+            f"--shards: {_named(shards)} has {len(corpus.keys)} images that can be used, "
             f"but {batches} batches of {count} need {batches * count}: {advice}"
         )
     pixels = encoder.clip.visual.preprocess_cfg

@@ -289,7 +289,7 @@ def _own(record: Mapping[str, Any]) -> dict[Column, float | None]:
 
 
 def _complete(record: Mapping[str, Any]) -> bool:
-    """Whether no comparison was left out for want of its picture: a part of a benchmark is not the benchmark."""
+    """Whether no comparison was left out for want of its image: a part of a benchmark is not the benchmark."""
     return not record.get("powerclip", {}).get("counts", {}).get("missing")
 
 

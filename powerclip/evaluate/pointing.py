@@ -1,6 +1,6 @@
 """The pointing game: does the strongest patch of a phrase's heatmap lie in the box that the phrase names?
 
-A box is (x0, y0, x1, y1) in shares of the picture. A patch is a point, its centre: the maximum of the
+A box is (x0, y0, x1, y1) in shares of the image. A patch is a point, its centre: the maximum of the
 bilinearly enlarged heatmap lies there too, so nothing is enlarged. Axes: T phrases.
 """
 

@@ -33,7 +33,7 @@ def batches(count: int, batch_size: int, generator: torch.Generator) -> Iterator
 def train_probe(
     features: Tensor, labels: Tensor, classes: int, settings: ProbeSettings | None = None
 ) -> torch.nn.Linear:
-    """A linear layer that tells `classes` apart, from features [pictures, D] and labels [pictures]."""
+    """A linear layer that tells `classes` apart, from features [images, D] and labels [images]."""
     settings = settings or ProbeSettings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -60,7 +60,7 @@ def device_for(ranks: Ranks, wanted: str | None) -> str:
 
 
 def threads_for(ranks: Ranks) -> int:
-    """Threads that may read pictures: the cores, shared by the ranks on this machine."""
+    """Threads that may read images: the cores, shared by the ranks on this machine."""
     beside = 1 if ranks.is_single else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, (os.cpu_count() or 1) // beside)
 

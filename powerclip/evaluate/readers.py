@@ -3,8 +3,8 @@
 What a path holds is seen by looking at it:
 
     folder/CLASS/*.jpg                classification; `classnames.txt` and `templates.txt` may lie beside the classes
-    data.csv                          retrieval: a picture in the first column, its captions in the others
-    negatives.json                    SugarCrepe's format; pictures beside it or in `images/`
+    data.csv                          retrieval: an image in the first column, its captions in the others
+    negatives.json                    SugarCrepe's format; images beside it or in `images/`
     folder/*.tar, folder/test/*.tar   webdataset: `.cls` makes it classification, `.npy` multi-label, captions retrieval
     folder/examples.jsonl             Winoground's layout
 """
@@ -27,7 +27,7 @@ from powerclip.data.trees import shorten
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
 from powerclip.evaluate.composition import KINDS
-from powerclip.evaluate.images import FilePictures, Member, TarPictures
+from powerclip.evaluate.images import FileImages, Member, TarImages
 from powerclip.evaluate.sugarcrepe import Item, read_items, read_sugarcrepe
 from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Task
 
@@ -62,39 +62,39 @@ def read_path(path: Path, split: str = "test") -> Task:
 
 
 def read_class_folders(folder: Path) -> Classification:
-    """Pictures in one folder for each class, classes in the order of the folders' names.
+    """Images in one folder for each class, classes in the order of the folders' names.
 
     Raises:
-        UserError: no folder holds a picture, or the class names do not fit the folders.
+        UserError: no folder holds an image, or the class names do not fit the folders.
     """
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    found = [(label, picture) for label, sub in enumerate(folders) for picture in _pictures_below(sub)]
+    found = [(label, image) for label, sub in enumerate(folders) for image in _images_below(sub)]
     if not found:
         raise UserError(
-            f"{folder} holds no benchmark that is known: pictures in class folders, tars, SugarCrepe's or Winoground's"
+            f"{folder} holds no benchmark that is known: images in class folders, tars, SugarCrepe's or Winoground's"
             " files"
         )
-    pictures, labels = FilePictures([picture for _, picture in found]), torch.tensor([label for label, _ in found])
+    images, labels = FileImages([image for _, image in found]), torch.tensor([label for label, _ in found])
     names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
     known = [number for number in numbers if number]
     if not names and len(known) == len(folders):
         names = imagenet.names_of(known, str(folder))
-        return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+        return Classification(images, labels, names, _templates(folder, imagenet.templates()))
     names = names or [sub.name.replace("_", " ") for sub in folders]
     if len(names) != len(folders):
         raise UserError(
             f"{folder / 'classnames.txt'} has {len(names)} lines, but there are {len(folders)} class folders"
         )
-    return Classification(pictures, labels, names, _templates(folder))
+    return Classification(images, labels, names, _templates(folder))
 
 
 def read_csv(path: Path) -> CaptionRetrieval:
-    """Retrieval from a table: the first column names a picture, the others hold captions; pictures may come again.
+    """Retrieval from a table: the first column names an image, the others hold captions; images may come again.
 
     A tab separates columns in a .tsv file, a comma in others. The first line holds the columns' names.
 
     Raises:
-        UserError: it has no captions, or one of its pictures is not there.
+        UserError: it has no captions, or one of its images is not there.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -107,61 +107,61 @@ def read_csv(path: Path) -> CaptionRetrieval:
             continue
         own = [cell.strip() for cell in row[1:] if cell.strip()]
         if not own:
-            raise UserError(f"{path}, line {number}: a picture and at least one caption are expected")
+            raise UserError(f"{path}, line {number}: an image and at least one caption are expected")
         captions.setdefault(path.parent / row[0].strip(), []).extend(own)
     if not captions:
         raise UserError(f"{path}: no rows below the line of column names")
-    gone = [picture for picture in captions if not picture.is_file()]
+    gone = [image for image in captions if not image.is_file()]
     if gone:
-        raise UserError(f"{path} names {len(gone):,} pictures that are not there, the first is {gone[0]}")
-    return _retrieval(FilePictures(list(captions)), list(captions.values()))
+        raise UserError(f"{path} names {len(gone):,} images that are not there, the first is {gone[0]}")
+    return _retrieval(FileImages(list(captions)), list(captions.values()))
 
 
 def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
     """Hard negatives in SugarCrepe's format; an item may say its `kind`, the file's name is the kind otherwise.
 
     Raises:
-        UserError: it is not in that format, or none of its pictures is there.
+        UserError: it is not in that format, or none of its images is there.
     """
     images = images or (path.parent / "images" if (path.parent / "images").is_dir() else path.parent)
     return _negatives(read_items(path, path.stem, images), str(images))
 
 
 def read_sugarcrepe_folder(folder: Path) -> HardNegatives:
-    """SugarCrepe: its seven files, pictures in `images/` or `val2017/`."""
+    """SugarCrepe: its seven files, images in `images/` or `val2017/`."""
     images = next((folder / name for name in ("val2017", "images") if (folder / name).is_dir()), None)
     benchmark = read_sugarcrepe(folder, images)
     return _negatives(list(benchmark.items), str(images), benchmark.missing)
 
 
 def read_winoground(folder: Path) -> CaptionPairs:
-    """Winoground as it is published: `examples.jsonl`, pictures in `images/`.
+    """Winoground as it is published: `examples.jsonl`, images in `images/`.
 
     Raises:
-        UserError: a line cannot be read, or a picture is not there.
+        UserError: a line cannot be read, or an image is not there.
     """
     path = folder / "examples.jsonl"
     captions: list[str] = []
-    pictures: list[Path] = []
+    images: list[Path] = []
     for number, line in enumerate(_text(path).splitlines(), 1):
         try:
             item = json.loads(line)
             captions += [str(item[f"caption_{side}"]) for side in (0, 1)]
-            pictures += [folder / "images" / f"{item[f'image_{side}']}" for side in (0, 1)]
+            images += [folder / "images" / f"{item[f'image_{side}']}" for side in (0, 1)]
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: expected image_0, image_1, caption_0 and caption_1") from None
-    pictures = [picture if picture.suffix else picture.with_suffix(".png") for picture in pictures]
-    gone = [picture for picture in pictures if not picture.is_file()]
-    if gone or not pictures:
-        raise UserError(f"{path}: {f'there is no picture {gone[0]}' if gone else 'it is empty'}")
-    return CaptionPairs(FilePictures(pictures), captions)
+    images = [image if image.suffix else image.with_suffix(".png") for image in images]
+    gone = [image for image in images if not image.is_file()]
+    if gone or not images:
+        raise UserError(f"{path}: {f'there is no image {gone[0]}' if gone else 'it is empty'}")
+    return CaptionPairs(FileImages(images), captions)
 
 
 @dataclass
 class _Sample:
     """What the members of one sample in a tar say."""
 
-    picture: Member | None = None
+    image: Member | None = None
     label: Any = None
     captions: list[str] = field(default_factory=list)
 
@@ -170,32 +170,32 @@ def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRet
     """Webdataset tars, clip-benchmark's or img2dataset's; class names and templates lie in `folder`.
 
     Raises:
-        UserError: a tar cannot be read, no sample has a picture and a label or captions, or class names are missing.
+        UserError: a tar cannot be read, no sample has an image and a label or captions, or class names are missing.
     """
     samples: dict[tuple[Path, str], _Sample] = {}
     for tar in tars:
         _read_tar(tar, samples)
-    members = [sample for sample in samples.values() if sample.picture is not None]
-    pictures = TarPictures([sample.picture for sample in members if sample.picture is not None])
+    members = [sample for sample in samples.values() if sample.image is not None]
+    images = TarImages([sample.image for sample in members if sample.image is not None])
     if members and all(sample.label is not None for sample in members):
         names = _lines(folder / "classnames.txt")
         labels = _labels(members)
         if names:
-            return Classification(pictures, labels, names, _templates(folder))
+            return Classification(images, labels, names, _templates(folder))
         if _is_imagenet(members, str(folder)):
             names = imagenet.names_of(imagenet.class_numbers(str(folder)), str(folder))
-            return Classification(pictures, labels, names, _templates(folder, imagenet.templates()))
+            return Classification(images, labels, names, _templates(folder, imagenet.templates()))
         raise UserError(f"{folder / 'classnames.txt'} is missing: it names the classes, one in each line")
     if members and all(sample.captions for sample in members):
-        return _retrieval(pictures, [sample.captions for sample in members])
-    raise UserError(f"{tars[0]}: every picture needs a label (.cls, .npy) or captions (.txt, .json) beside it")
+        return _retrieval(images, [sample.captions for sample in members])
+    raise UserError(f"{tars[0]}: every image needs a label (.cls, .npy) or captions (.txt, .json) beside it")
 
 
 def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
     """One class for each sample, or zeros and ones for all classes.
 
     Raises:
-        UserError: one has something else; the message names its picture.
+        UserError: one has something else; the message names its image.
     """
     width = len(samples[0].label) if isinstance(samples[0].label, list) else None
     for sample in samples:
@@ -206,17 +206,17 @@ def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
             fits = isinstance(label, list) and len(label) == width and all(one in (0, 1) for one in label)
         if not fits:
             wanted = "a class number, from 0 on" if width is None else f"{width} zeros and ones"
-            picture = f"{sample.picture.tar}: {sample.picture.name}" if sample.picture else ""
-            raise UserError(f"{picture}: its label must be {wanted}, got {shorten(str(label))}")
+            image = f"{sample.image.tar}: {sample.image.name}" if sample.image else ""
+            raise UserError(f"{image}: its label must be {wanted}, got {shorten(str(label))}")
     return torch.tensor([sample.label for sample in samples])
 
 
 def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
     """Whether files are called by WordNet numbers and labelled with the places of these in ImageNet-1k."""
     found = [
-        (imagenet.wordnet_number(sample.picture.name.rpartition("/")[2]), sample.label)
+        (imagenet.wordnet_number(sample.image.name.rpartition("/")[2]), sample.label)
         for sample in samples
-        if sample.picture is not None
+        if sample.image is not None
     ]
     if any(number is None for number, _ in found):
         return False
@@ -233,7 +233,7 @@ def _read_tar(tar: Path, samples: dict[tuple[Path, str], _Sample]) -> None:
                 key, suffix = split_member(member.name)
                 sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{key}"), _Sample())
                 if suffix in IMAGE_SUFFIXES:
-                    sample.picture = Member(tar, member.name, member.offset_data, member.size)
+                    sample.image = Member(tar, member.name, member.offset_data, member.size)
                 elif suffix in ("cls", "npy", "txt", "json"):
                     opened = file.extractfile(member)
                     _note(sample, suffix, opened.read() if opened else b"")
@@ -254,19 +254,19 @@ def _note(sample: _Sample, suffix: str, content: bytes) -> None:
         sample.captions = sample.captions or [caption for _, caption in captions_in(json.loads(content))]
 
 
-def _retrieval(pictures: FilePictures | TarPictures, captions: Sequence[Sequence[str]]) -> CaptionRetrieval:
+def _retrieval(images: FileImages | TarImages, captions: Sequence[Sequence[str]]) -> CaptionRetrieval:
     owners = torch.tensor([place for place, own in enumerate(captions) for _ in own])
-    return CaptionRetrieval(pictures, [caption for own in captions for caption in own], owners)
+    return CaptionRetrieval(images, [caption for own in captions for caption in own], owners)
 
 
 def _negatives(items: Sequence[Item], images: str, missing: int = 0) -> HardNegatives:
-    kept = [item for item in items if item.picture.is_file()]
+    kept = [item for item in items if item.image.is_file()]
     if not kept:
-        raise UserError(f"{images} holds none of the pictures that the comparisons name")
-    number = {picture: place for place, picture in enumerate(dict.fromkeys(item.picture for item in kept))}
+        raise UserError(f"{images} holds none of the images that the comparisons name")
+    number = {image: place for place, image in enumerate(dict.fromkeys(item.image for item in kept))}
     return HardNegatives(
-        FilePictures(list(number)),
-        torch.tensor([number[item.picture] for item in kept]),
+        FileImages(list(number)),
+        torch.tensor([number[item.image] for item in kept]),
         [item.caption for item in kept],
         [item.negative for item in kept],
         [item.kind for item in kept],
@@ -274,7 +274,7 @@ def _negatives(items: Sequence[Item], images: str, missing: int = 0) -> HardNega
     )
 
 
-def _pictures_below(folder: Path) -> list[Path]:
+def _images_below(folder: Path) -> list[Path]:
     return sorted(
         path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES and path.is_file()
     )

@@ -170,7 +170,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     notes = [f"{len(corrupt)} unreadable: {', '.join(corrupt[:3])}"] if corrupt else []
     counts = records[0]["powerclip"]["counts"]
     missing, small = counts.get("missing"), counts.get("too small")
-    notes += [f"{missing:,} comparisons left out: their pictures are not there"] if missing else []
+    notes += [f"{missing:,} comparisons left out: their images are not there"] if missing else []
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 

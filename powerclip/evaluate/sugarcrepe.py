@@ -1,7 +1,7 @@
 """SugarCrepe (Hsieh et al., NeurIPS 2023): is a photograph's caption preferred to a fluent one that is false?
 
 A folder holds `replace_obj.json`, `swap_att.json`, … as SugarCrepe publishes them, {"0": {"filename", "caption",
-"negative_caption"}, …}, and the pictures (COCO val2017) in `images/`. Items whose picture is not there are counted and
+"negative_caption"}, …}, and the images (COCO val2017) in `images/`. Items whose image is not there are counted and
 left out.
 """
 
@@ -32,21 +32,21 @@ class Item:
     """One comparison."""
 
     kind: str
-    picture: Path
+    image: Path
     caption: str
     negative: str
 
 
 @dataclass(frozen=True)
 class SugarCrepe:
-    """The comparisons whose picture is there, and how many are not."""
+    """The comparisons whose image is there, and how many are not."""
 
     items: tuple[Item, ...]
     missing: int
 
     def summary(self) -> str:
-        """`517 comparisons (6,994 left out: their pictures are not there)`."""
-        left_out = f" ({self.missing:,} left out: their pictures are not there)" if self.missing else ""
+        """`517 comparisons (6,994 left out: their images are not there)`."""
+        left_out = f" ({self.missing:,} left out: their images are not there)" if self.missing else ""
         return f"{len(self.items):,} comparisons{left_out}"
 
 
@@ -56,7 +56,7 @@ class CompositionResults:
 
     accuracy: dict[str, float]  # kind → accuracy
     counts: dict[str, int]  # kind → comparisons
-    missing: int  # comparisons left out for want of their picture
+    missing: int  # comparisons left out for want of their image
 
     @property
     def mean(self) -> float:
@@ -76,28 +76,28 @@ class CompositionResults:
 
 
 def read_sugarcrepe(folder: Path, images: Path | None = None) -> SugarCrepe:
-    """The comparisons in a folder; `images` is where the pictures are, `folder/images` by default.
+    """The comparisons in a folder; `images` is where the images are, `folder/images` by default.
 
     Raises:
-        UserError: the folder holds none of SugarCrepe's files, one is damaged, or no picture is there.
+        UserError: the folder holds none of SugarCrepe's files, one is damaged, or no image is there.
     """
     files = [(kind, folder / f"{kind}.json") for kind in KINDS if (folder / f"{kind}.json").is_file()]
     if not files:
         raise UserError(f"{folder} holds none of SugarCrepe's files ({KINDS[0]}.json, …)")
     images = images or folder / "images"
     items = [item for kind, path in files for item in read_items(path, kind, images)]
-    there = {picture for picture in {item.picture for item in items} if picture.is_file()}
-    kept = tuple(item for item in items if item.picture in there)
+    there = {image for image in {item.image for item in items} if image.is_file()}
+    kept = tuple(item for item in items if item.image in there)
     if not kept:
-        raise UserError(f"{images} holds none of the pictures that the files in {folder} name")
+        raise UserError(f"{images} holds none of the images that the files in {folder} name")
     return SugarCrepe(kept, len(items) - len(kept))
 
 
 def evaluate_sugarcrepe(encoder: DualEncoder, tokenizer: CaptionTokenizer, benchmark: SugarCrepe) -> CompositionResults:
-    """Accuracy of each kind, by global embeddings; pictures are prepared as the model wants them."""
+    """Accuracy of each kind, by global embeddings; images are prepared as the model wants them."""
     items = benchmark.items
     with evaluating(encoder):
-        images = _embed(encoder, [item.picture for item in items])
+        images = _embed(encoder, [item.image for item in items])
         captions = embed_texts(encoder, tokenizer, [item.caption for item in items])
         negatives = embed_texts(encoder, tokenizer, [item.negative for item in items])
         preferred = prefers_caption(images, captions, negatives)
@@ -129,22 +129,22 @@ def read_items(path: Path, kind: str, images: Path) -> list[Item]:
     return items
 
 
-def _embed(encoder: DualEncoder, pictures: list[Path]) -> Tensor:
-    """Embeddings [items, D]; several items share a picture, and it is encoded once."""
+def _embed(encoder: DualEncoder, paths: list[Path]) -> Tensor:
+    """Embeddings [items, D]; several items share an image, and it is encoded once."""
     from PIL import Image
 
     from powerclip.encoders import preprocess_for
 
     prepare, device = preprocess_for(encoder), device_of(encoder)
-    number = {picture: at for at, picture in enumerate(dict.fromkeys(pictures))}
+    number = {image: at for at, image in enumerate(dict.fromkeys(paths))}
     unique, parts = list(number), []
     for start in range(0, len(unique), BATCH):
         pixels = []
-        for picture in unique[start : start + BATCH]:
+        for image in unique[start : start + BATCH]:
             try:
-                with Image.open(picture) as opened:
+                with Image.open(image) as opened:
                     pixels.append(prepare(opened.convert("RGB")))
             except (OSError, ValueError, SyntaxError) as error:
-                raise UserError(f"{picture} cannot be read as a picture: {error}") from None
+                raise UserError(f"{image} cannot be read as an image: {error}") from None
         parts.append(encoder.encode_image(torch.stack(pixels).to(device)).float())
-    return torch.cat(parts)[torch.tensor([number[picture] for picture in pictures], device=device)]
+    return torch.cat(parts)[torch.tensor([number[image] for image in paths], device=device)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from powerclip.errors import UserError, nearest
-from powerclip.evaluate.images import DatasetPictures
+from powerclip.evaluate.images import DatasetImages
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import CaptionRetrieval, Classification, LinearProbe, Task
 
@@ -86,7 +86,7 @@ BENCHMARKS = (
         "sugar_crepe",
         "SugarCrepe",
         "composition",
-        source="https://github.com/RAIVNLab/sugar-crepe (data/*.json) and COCO's val2017 pictures",
+        source="https://github.com/RAIVNLab/sugar-crepe (data/*.json) and COCO's val2017 images",
     ),
     Benchmark("winoground", "Winoground", "composition", source="https://huggingface.co/datasets/facebook/winoground"),
     Benchmark("cifar10", "CF10", "probe", "vtab-cifar10", probe=True),
@@ -142,7 +142,7 @@ def find_benchmark(benchmark: Benchmark, root: Path) -> Task:
 
 def _classes(task: Task, folder: Path) -> Classification:
     if not isinstance(task, Classification):
-        raise UserError(f"{folder}: a linear probe needs pictures with classes")
+        raise UserError(f"{folder}: a linear probe needs images with classes")
     return task
 
 
@@ -175,13 +175,13 @@ def _build(benchmark: Benchmark, folder: Path, split: str) -> Any:
 
 
 def _labelled(benchmark: Benchmark, dataset: Any) -> Classification:
-    pictures = DatasetPictures(benchmark.name, dataset)
+    images = DatasetImages(benchmark.name, dataset)
     labels = _labels(dataset)
-    return Classification(pictures, labels, list(dataset.classes), list(dataset.templates))
+    return Classification(images, labels, list(dataset.classes), list(dataset.templates))
 
 
 def _labels(dataset: Any) -> torch.Tensor:
-    """All labels: from the dataset's own list where it has one, so that no picture is decoded for it."""
+    """All labels: from the dataset's own list where it has one, so that no image is decoded for it."""
     if getattr(dataset, "target_transform", None) is None:
         for name in ("targets", "_labels", "labels"):
             listed = getattr(dataset, name, None)
@@ -194,10 +194,10 @@ def _labels(dataset: Any) -> torch.Tensor:
 
 
 def _captions(benchmark: Benchmark, dataset: Any) -> CaptionRetrieval:
-    if hasattr(dataset, "data"):  # Flickr: (picture, captions) pairs
+    if hasattr(dataset, "data"):  # Flickr: (image, captions) pairs
         listed = [list(captions) for _, captions in dataset.data]
-    else:  # COCO: its index knows the captions of a picture
+    else:  # COCO: its index knows the captions of an image
         listed = [list(dataset._load_target(number)) for number in dataset.ids]
     owners = torch.tensor([place for place, own in enumerate(listed) for _ in own])
     captions = [caption for own in listed for caption in own]
-    return CaptionRetrieval(DatasetPictures(benchmark.name, dataset), captions, owners)
+    return CaptionRetrieval(DatasetImages(benchmark.name, dataset), captions, owners)

@@ -1,6 +1,6 @@
 """The kinds of benchmark: what each holds, and its metrics by the names that clip-benchmark gives them.
 
-Axes: n pictures · T phrases · D width
+Axes: n images · T phrases · D width
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from powerclip.evaluate import composition, pointing, retrieval
 from powerclip.evaluate.embedder import Embedded, Embedder
 from powerclip.evaluate.embeddings import BATCH, device_of
 from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
-from powerclip.evaluate.images import Pictures
+from powerclip.evaluate.images import ImageSource
 from powerclip.evaluate.probe import ProbeSettings, train_probe
 from powerclip.evaluate.zero_shot import class_embeddings, top_accuracy
 
 Metrics = dict[str, float | None]
-Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the picture
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the image
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Classification:
-    """Pictures with one class each (labels [n]) or with several (labels [n, classes], 0 or 1)."""
+    """Images with one class each (labels [n]) or with several (labels [n, classes], 0 or 1)."""
 
     task: ClassVar[str] = "zeroshot_classification"
-    pictures: Pictures
+    images: ImageSource
     labels: Tensor
     classes: Sequence[str]
     templates: Sequence[str]
@@ -50,55 +50,55 @@ class Classification:
         """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
         _check_labels(self.labels, len(self.classes))
         directions = class_embeddings(embedder.texts, self.classes, self.templates)
-        images = embedder.pictures(self.pictures)
-        vectors, labels = images.vectors[images.readable], self.labels[images.readable]
+        embedded = embedder.images(self.images)
+        vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
         if labels.ndim == 2:
             metrics: Metrics = {"mean_average_precision": mean_average_precision(vectors @ directions.T, labels)}
         else:
             metrics = classification_metrics(vectors @ directions.T, labels)
-        return Scored({"": metrics}, {"pictures": len(vectors), "classes": len(self.classes)}, images.corrupt)
+        return Scored({"": metrics}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
 class CaptionRetrieval:
-    """Pictures and captions, all against all."""
+    """Images and captions, all against all."""
 
     task: ClassVar[str] = "zeroshot_retrieval"
-    pictures: Pictures
+    images: ImageSource
     captions: Sequence[str]
     image_of_caption: Tensor  # [captions]
 
     def score(self, embedder: Embedder) -> Scored:
         """Recall at 1, 5 and 10, both ways."""
-        images = embedder.pictures(self.pictures)
+        embedded = embedder.images(self.images)
         captions = embedder.texts(self.captions)
-        kept = images.readable[self.image_of_caption]
-        place = images.readable.cumsum(0) - 1  # among the readable ones
-        vectors, owners = images.vectors[images.readable], place[self.image_of_caption[kept]]
+        kept = embedded.readable[self.image_of_caption]
+        place = embedded.readable.cumsum(0) - 1  # among the readable ones
+        vectors, owners = embedded.vectors[embedded.readable], place[self.image_of_caption[kept]]
         found = retrieval.recall(vectors, captions[kept], owners)
         metrics: Metrics = {f"image_retrieval_recall@{k}": value for k, value in found.image.items()}
         metrics |= {f"text_retrieval_recall@{k}": value for k, value in found.text.items()}
-        return Scored({"": metrics}, {"pictures": len(vectors), "captions": int(kept.sum())}, images.corrupt)
+        return Scored({"": metrics}, {"images": len(vectors), "captions": int(kept.sum())}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
 class HardNegatives:
-    """Comparisons: does a picture prefer its caption to a false one?"""
+    """Comparisons: does an image prefer its caption to a false one?"""
 
     task: ClassVar[str] = "image_caption_selection"
-    pictures: Pictures
-    picture_of_item: Tensor  # [items]
+    images: ImageSource
+    image_of_item: Tensor  # [items]
     captions: Sequence[str]
     negatives: Sequence[str]
     kinds: Sequence[str]
-    missing: int = 0  # comparisons whose picture is not there
+    missing: int = 0  # comparisons whose image is not there
 
     def score(self, embedder: Embedder) -> Scored:
-        """Accuracy of each kind. Of one picture, the image accuracy is 1 by definition."""
-        images = embedder.pictures(self.pictures)
+        """Accuracy of each kind. Of one image, the image accuracy is 1 by definition."""
+        embedded = embedder.images(self.images)
         captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
-        kept = images.readable[self.picture_of_item]
-        vectors = images.vectors[self.picture_of_item[kept]]
+        kept = embedded.readable[self.image_of_item]
+        vectors = embedded.vectors[self.image_of_item[kept]]
         preferred = composition.prefers_caption(vectors, captions[kept], negatives[kept])
         kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
         by_kind = composition.accuracy_by_kind(preferred, kinds)
@@ -106,25 +106,25 @@ class HardNegatives:
             kind: {"image_acc": 1.0, "text_acc": value, "acc": value} for kind, value in by_kind.items()
         }
         counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
-        return Scored(parts, counts, images.corrupt)
+        return Scored(parts, counts, embedded.corrupt)
 
 
 @dataclass(frozen=True)
 class CaptionPairs:
-    """Winoground: two pictures and two captions of the same words; picture i of an item belongs to caption i."""
+    """Winoground: two images and two captions of the same words; image i of an item belongs to caption i."""
 
     task: ClassVar[str] = "image_caption_selection"
-    pictures: Pictures  # [2 · items], those of an item together
+    images: ImageSource  # [2 · items], those of an item together
     captions: Sequence[str]  # likewise
 
     def score(self, embedder: Embedder) -> Scored:
-        """Items whose pictures both find their caption (text), whose captions find their picture (image), and both."""
-        images = embedder.pictures(self.pictures)
+        """Items whose images both find their caption (text), whose captions find their image (image), and both."""
+        embedded = embedder.images(self.images)
         captions = embedder.texts(self.captions).unflatten(0, (-1, 2))
-        kept = images.readable.view(-1, 2).all(1)
-        scores = images.vectors.unflatten(0, (-1, 2))[kept] @ captions[kept].mT  # [items, picture, caption]
+        kept = embedded.readable.view(-1, 2).all(1)
+        scores = embedded.vectors.unflatten(0, (-1, 2))[kept] @ captions[kept].mT  # [items, image, caption]
         metrics: Metrics = dict(pair_accuracy(scores))
-        return Scored({"": metrics}, {"items": int(kept.sum())}, images.corrupt)
+        return Scored({"": metrics}, {"items": int(kept.sum())}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class LinearProbe:
     def score(self, embedder: Embedder) -> Scored:
         """Accuracy of the trained classifier."""
         if self.train.labels.ndim != 1:
-            raise UserError("a linear probe needs pictures with one class each")
-        seen, unseen = embedder.pictures(self.train.pictures), embedder.pictures(self.test.pictures)
+            raise UserError("a linear probe needs images with one class each")
+        seen, unseen = embedder.images(self.train.images), embedder.images(self.test.images)
         classes = int(self.train.labels.max()) + 1
         _check_labels(self.test.labels, classes)
         device = device_of(embedder.encoder)
@@ -149,7 +149,7 @@ class LinearProbe:
         vectors, labels = (part.to(device) for part in _readable(unseen, self.test.labels))
         with torch.no_grad():
             found = classification_metrics(layer(vectors), labels)
-        counts = {"pictures": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
+        counts = {"images": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
         metrics = {f"lp_{name}": value for name, value in found.items()}
         return Scored({"": metrics}, counts, (*seen.corrupt, *unseen.corrupt))
 
@@ -162,8 +162,8 @@ class PointingGame:
     """
 
     task: ClassVar[str] = "pointing_game"
-    pictures: Pictures
-    picture_of_phrase: Sequence[int]  # T
+    images: ImageSource
+    image_of_phrase: Sequence[int]  # T
     captions: Sequence[str]  # T
     spans: Sequence[Span]  # T, of the captions
     boxes: Sequence[Sequence[Box]]  # T
@@ -174,12 +174,12 @@ class PointingGame:
         inside = torch.stack([pointing.cells_in_boxes(torch.tensor(own), grid).any(0) for own in self.boxes])
         hits = torch.zeros(len(self.spans), 2)  # words, text
         asked: dict[int, list[int]] = {}
-        for place, picture in enumerate(self.picture_of_phrase):
-            asked.setdefault(picture, []).append(place)
+        for place, image in enumerate(self.image_of_phrase):
+            asked.setdefault(image, []).append(place)
 
-        def ask(pictures: Sequence[int], patches: Tensor) -> None:
-            """Play all phrases of some pictures, given their patches [pictures, N, D]."""
-            which = [(row, place) for row, picture in enumerate(pictures) for place in asked[picture]]
+        def ask(images: Sequence[int], patches: Tensor) -> None:
+            """Play all phrases of some images, given their patches [images, N, D]."""
+            which = [(row, place) for row, image in enumerate(images) for place in asked[image]]
             for start in range(0, len(which), BATCH):
                 part = which[start : start + BATCH]
                 places = [place for _, place in part]
@@ -188,13 +188,13 @@ class PointingGame:
                     heat = patch_similarity(patches[rows], queries).unflatten(1, grid)
                     hits[torch.tensor(places), way] = pointing.hits_cells(heat.cpu(), inside[places]).float()
 
-        seen = embedder.patches(self.pictures, ask)
+        seen = embedder.patches(self.images, ask)
         hits = embedder.ranks.sum(hits)
-        kept = seen.readable[torch.tensor(self.picture_of_phrase)]
+        kept = seen.readable[torch.tensor(self.image_of_phrase)]
         words, text = hits[kept].double().mean(0).tolist()
         metrics: Metrics = {"pointing_words": words, "pointing_text": text}
         metrics["pointing_chance"] = inside[kept].double().mean().item()
-        counts = {"pictures": int(seen.readable.sum()), "phrases": int(kept.sum())}
+        counts = {"images": int(seen.readable.sum()), "phrases": int(kept.sum())}
         # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
         small = int((~inside[kept].flatten(1).any(1)).sum())
         return Scored({"": metrics}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
@@ -232,25 +232,25 @@ def classification_metrics(scores: Tensor, labels: Tensor) -> Metrics:
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Over classes, of scores and labels [n, classes]; a class without a picture counts as 0, as in clip-benchmark."""
+    """Over classes, of scores and labels [n, classes]; a class without an image counts as 0, as in clip-benchmark."""
     truth = labels.gather(0, scores.argsort(dim=0, descending=True)).double()
     precision = truth.cumsum(0) / torch.arange(1, len(truth) + 1)[:, None]
     return ((precision * truth).sum(0) / truth.sum(0).clamp(min=1)).mean().item()
 
 
 def pair_accuracy(scores: Tensor) -> dict[str, float]:
-    """Winoground's three scores of [items, 2 pictures, 2 captions]. A draw is a miss."""
+    """Winoground's three scores of [items, 2 images, 2 captions]. A draw is a miss."""
     text = (scores[:, 0, 0] > scores[:, 0, 1]) & (scores[:, 1, 1] > scores[:, 1, 0])
     image = (scores[:, 0, 0] > scores[:, 1, 0]) & (scores[:, 1, 1] > scores[:, 0, 1])
     values = {"image_acc": image, "text_acc": text, "acc": image & text}
     return {name: hits.double().mean().item() for name, hits in values.items()}
 
 
-def _readable(images: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return images.vectors[images.readable], labels[images.readable]
+def _readable(embedded: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return embedded.vectors[embedded.readable], labels[embedded.readable]
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:
     highest = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     if highest > classes or (labels.ndim == 2 and highest != classes):
-        raise UserError(f"pictures are labelled with {highest} classes, but {classes} class names are known")
+        raise UserError(f"images are labelled with {highest} classes, but {classes} class names are known")

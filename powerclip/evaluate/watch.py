@@ -1,4 +1,4 @@
-"""What the person who started an evaluation sees meanwhile: how many pictures of a dataset are embedded."""
+"""What the person who started an evaluation sees meanwhile: how many images of a dataset are embedded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Watch = Callable[[int, int], None]  # pictures done, pictures in all
+Watch = Callable[[int, int], None]  # images done, images in all
 
 
 def unwatched(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of heatmaps: what each phrase of a caption lights up, drawn over the image.
+"""Images of heatmaps: what each phrase of a caption lights up, drawn over the image.
 
 Every panel has its own colour scale, from its lowest to its highest patch: cosines of different models and phrases
 have different ranges, and the question is *where*, not *how much*.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Box = tuple[float, float, float, float]
 
 COLOURS = "turbo"
-STRENGTH = 0.55  # of the colours over the picture
+STRENGTH = 0.55  # of the colours over the image
 INK, FAINT = "#1b1f24", "#6b7280"
 
 
@@ -35,12 +35,12 @@ class Panel:
 
     phrase: str
     values: Tensor  # [rows, columns]
-    box: Box | None = None  # x0, y0, x1, y1 in shares of the picture
+    box: Box | None = None  # x0, y0, x1, y1 in shares of the image
 
 
 @dataclass(frozen=True)
 class Row:
-    """A picture and its heatmaps; `name` stands at its left (the model), `caption` above the picture."""
+    """An image and its heatmaps; `name` stands at its left (the model), `caption` above the image."""
 
     image: Tensor  # [3, H, W] uint8
     panels: Sequence[Panel]
@@ -51,11 +51,11 @@ class Row:
 
 # Inches, and points for text.
 PANEL, GAP, MARGIN, HEADER, FONT = 1.6, 0.09, 0.36, 0.62, 8.5
-COLUMNS = 7  # heatmaps beside the picture; further ones wrap to another line
+COLUMNS = 7  # heatmaps beside the image; further ones wrap to another line
 
 
 def heatmap_figure(rows: Sequence[Row]) -> Figure:
-    """One line of panels for each row: the picture, then a heatmap for each phrase."""
+    """One line of panels for each row: the image, then a heatmap for each phrase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,7 +97,7 @@ def overlay(image: Tensor, values: Tensor) -> Tensor:
     heat = interpolate(scaled, size=(height, width), mode="bilinear", align_corners=False)[0, 0].nan_to_num()
     colours = torch.as_tensor(colormaps[COLOURS](heat.cpu().numpy())[..., :3]).float()
     weights = torch.tensor([0.299, 0.587, 0.114])
-    # Grey, so that the colours of the picture are not mistaken for those of the heatmap.
+    # Grey, so that the colours of the image are not mistaken for those of the heatmap.
     grey = (image.float().cpu() / 255 * weights[:, None, None]).sum(0)[..., None]
     return STRENGTH * colours + (1 - STRENGTH) * grey
 
@@ -117,7 +117,7 @@ def save_png(figure: Figure, path: Path) -> None:
 def _draw(axes: Any, image: Tensor, panel: Panel) -> None:
     from matplotlib.patches import Rectangle
 
-    # The picture may be much coarser than the figure: enlarge first, so that the heatmap stays smooth.
+    # The image may be much coarser than the figure: enlarge first, so that the heatmap stays smooth.
     factor = max(1, 256 // min(image.shape[1:]))
     large = interpolate(image[None].float(), scale_factor=factor, mode="bilinear", align_corners=False)[0]
     axes.imshow(overlay(large, panel.values).clamp(0, 1).numpy(), extent=(0, 1, 1, 0), interpolation="bilinear")
@@ -148,7 +148,7 @@ def _fold(text: str, width: int, lines: int) -> str:
 
 
 def _wrap(row: Row) -> list[Row]:
-    """The row as lines of at most `COLUMNS` panels; the picture stands before each."""
+    """The row as lines of at most `COLUMNS` panels; the image stands before each."""
     lines = []
     for start in range(0, max(len(row.panels), 1), COLUMNS):
         line = replace(row, panels=row.panels[start : start + COLUMNS])

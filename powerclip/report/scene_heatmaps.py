@@ -27,10 +27,10 @@ def scene_rows(encoders: Mapping[str, DualEncoder], shown: int = SHOWN) -> list[
     rows = []
     for scene in _fitting(shown):
         for position, (name, encoder) in enumerate(encoders.items()):
-            picture = render([scene], 4 * encoder.image_size[0])[0]
+            image = render([scene], 4 * encoder.image_size[0])[0]
             caption = scene.caption if position == 0 else ""
             panels = _panels(encoder, tokenizer, scene)
-            rows.append(Row(picture, panels, name, caption, continues=position > 0))
+            rows.append(Row(image, panels, name, caption, continues=position > 0))
     return rows
 
 
@@ -40,7 +40,7 @@ def _fitting(count: int) -> list[Scene]:
     fitting: list[Scene] = []
     for scene in test_scenes(100 * count, seed=0):
         _, *phrases = scene.tree.nodes
-        # A verb alone ("lies") is a phrase of the tree, but no picture shows where it is.
+        # A verb alone ("lies") is a phrase of the tree, but no image shows where it is.
         shown = all(" " in scene.caption[node.start : node.end] for node in phrases)
         if shown and fewest <= len(phrases) <= most and len(scene.phrase_boxes) >= 2:
             fitting.append(scene)

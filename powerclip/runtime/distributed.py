@@ -184,8 +184,8 @@ SINGLE = Ranks()
 def join_ranks(device: str) -> Iterator[Ranks]:
     """This process among those that torchrun started, or a single one.
 
-    `device` is what the user asked for (`auto`, `cpu`, `cuda`): it decides between nccl and gloo. Where the process group
-    exists already, as in a study that trains many runs, it is used and left open.
+    `device` is what the user asked for (`auto`, `cpu`, `cuda`): it decides between nccl and gloo. Where a process
+    group exists already, as in a study that trains many runs, it is used and left open.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:

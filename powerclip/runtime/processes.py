@@ -36,7 +36,7 @@ class ProcessPool(Generic[Task, Result]):
 
     Args:
         load: called once in each process with its number and the number of processes; returns the function that does a
-            task. It is sent to the process, as are tasks, results and reports: all must be picklable, and tasks hashable.
+            task. It is sent to the process, as are tasks, results and reports: all must be picklable, tasks hashable.
         count: the largest number of processes; one is started when there is a task for it.
         daemon: whether Python ends them with this process if `close` is not called; daemons cannot start processes.
     """

@@ -80,7 +80,7 @@ def operations(recipe: Recipe, length: int) -> float:
     """
     try:
         return _operations_on(torch.device("meta"), recipe, length)
-    except RuntimeError:  # how many patches stay depends on the picture: there must be one
+    except RuntimeError:  # how many patches stay depends on the image: there must be one
         return _operations_on(torch.device("cpu"), recipe, length)
 
 

@@ -43,7 +43,7 @@ class CorpusStore:
         self._say = say
 
     def corpus(self, shards: str, setting: str, size: int, trees: str | None = None) -> Corpus:
-        """The corpus of a recipe's `setting`, its pictures `size` pixels high and wide."""
+        """The corpus of a recipe's `setting`, its images `size` pixels high and wide."""
         paths = tuple(expand_pattern(shards, setting))
         tree_file = None if trees is None else _existing(expand_path(trees, "data.trees"), "data.trees")
 
@@ -117,7 +117,7 @@ class CorpusStore:
 
 
 def kept_size(image_size: tuple[int, int]) -> int:
-    """How large pictures are kept for crops of `image_size`: 8/7 of it, the usual 256 for 224."""
+    """How large images are kept for crops of `image_size`: 8/7 of it, the usual 256 for 224."""
     return round(max(image_size) * 8 / 7)
 
 
@@ -209,7 +209,7 @@ def make_loader(
 
 
 def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
-    """Let a model that is trained on squashed pictures say so: whoever evaluates it then squashes them too."""
+    """Let a model that is trained on squashed images say so: whoever evaluates it then squashes them too."""
     if recipe.data.source == "corpus":
         encoder.clip.visual.preprocess_cfg = {**encoder.clip.visual.preprocess_cfg, "resize_mode": "squash"}
 

@@ -256,7 +256,7 @@ def activation_bytes(recipe: Recipe, state: TrainState, batch: Batch) -> float:
 
 
 def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
-    """Noise for pictures and the captions and trees of embedded scenes."""
+    """Noise for images and the captions and trees of embedded scenes."""
     tokenizer = CaptionTokenizer(tokenizer_for(encoder))
     scenes = [generate(0, number, "train") for number in range(pairs)]
     captions = [tokenizer.encode(scene.caption) for scene in scenes]

@@ -36,7 +36,7 @@ class DataSection:
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
     trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
     sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
-    crop: float = 0.9  # smallest share of a picture that a crop keeps
+    crop: float = 0.9  # smallest share of an image that a crop keeps
     seed: int = 0
     window: int = 8  # of shards: how many are shuffled together
     workers: int = 1  # prepare batches ahead: threads, of shards processes; 0: each batch is made when it is needed
@@ -66,7 +66,7 @@ class RegionsSection:
 
     kind: Literal["random", "segments"] = "random"  # segments: stored masks, topped up with random boxes
     count: int = 10  # M
-    largest: float = 1.0  # longest side of a box, as a share of the picture's
+    largest: float = 1.0  # longest side of a box, as a share of the image's
 
     def __post_init__(self) -> None:
         _at_least(1, regions_count=self.count)
@@ -146,7 +146,7 @@ class EvaluationSection:
     """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
 
     retrieval: str | None = None  # shards of a held-out corpus, written as data.shards are
-    composition: str | None = None  # a folder of SugarCrepe's files with the pictures in images/
+    composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
     scenes: bool = False  # the embedded test scenes
 
 

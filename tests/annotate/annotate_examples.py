@@ -41,7 +41,7 @@ def photo(seed: int = 0, size: tuple[int, int] = (64, 48)) -> bytes:
 
 
 def make_shard(path: Path, captions: Sequence[Sequence[str]], first: int = 0) -> Path:
-    """A tar with a picture and these captions for each sample; keys are counted from `first`."""
+    """A tar with an image and these captions for each sample; keys are counted from `first`."""
     members: list[tuple[str, bytes | str]] = []
     for number, listed in enumerate(captions, first):
         members += [(f"{number:05d}.jpg", photo(number)), (f"{number:05d}.json", json.dumps({"captions": listed}))]

@@ -97,7 +97,7 @@ def test_status_says_what_is_covered_and_what_fell_back(powerclip, tmp_path):
     assert "flat trees: 1 (12.5 %): 1 empty" in trees
     assert "bytes a sample" in trees
     assert "2 of 3 shards annotated" in regions
-    assert "samples without masks: 1 (20 %): 1 picture not readable" in regions
+    assert "samples without masks: 1 (20 %): 1 image not readable" in regions
     assert "a mask" in regions
 
 

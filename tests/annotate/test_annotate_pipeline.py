@@ -117,7 +117,7 @@ def test_a_torn_sidecar_is_made_again(tmp_path):
 def test_a_missing_an_empty_and_a_wrong_tar_are_outcomes(tmp_path):
     (tmp_path / "empty.tar").touch()
     (tmp_path / "wrong.tar").write_bytes(b"this is no tar" * 100)
-    write_shard(tmp_path / "bare.tar", [("1.jpg", photo()), ("2.txt", "no picture")])
+    write_shard(tmp_path / "bare.tar", [("1.jpg", photo()), ("2.txt", "no image")])
     annotator = TreeAnnotator(WordParser())
     outcomes = [annotator.annotate(str(tmp_path / f"{name}.tar")) for name in ("gone", "empty", "wrong", "bare")]
     assert {outcome.state for outcome in outcomes} == {State.FAILED}
@@ -142,12 +142,12 @@ def test_a_torn_tar_is_annotated_up_to_the_cut_and_completed_later(tmp_path):
 
 
 def test_captions_that_are_blank_binary_or_absent_stop_nothing(tmp_path):
-    picture = photo()
+    image = photo()
     members = []
     contents = {"a": b"", "b": b"\xff\x00\xfe", "c": b"   ", "d": "日本語 🐕".encode(), "e": b"a\r\ndog"}
     for key, content in contents.items():
-        members += [(f"{key}.jpg", picture), (f"{key}.txt", content)]
-    members += [("f.jpg", picture), ("f.json", b"{"), ("f.txt", b"from the second file")]
+        members += [(f"{key}.jpg", image), (f"{key}.txt", content)]
+    members += [("f.jpg", image), ("f.json", b"{"), ("f.txt", b"from the second file")]
     shard = write_shard(tmp_path / "0.tar", members)
     outcome = TreeAnnotator(WordParser()).annotate(str(shard))
     trees = read_trees(sidecar(shard))
@@ -188,7 +188,7 @@ def test_progress_counts_every_sample_once(tmp_path):
 
 
 class Stripes:
-    """Finds the upper half of every picture; fails on some and finds nothing in others."""
+    """Finds the upper half of every image; fails on some and finds nothing in others."""
 
     name, version = "stripes", "1"
     options: dict = {}  # noqa: RUF012
@@ -196,18 +196,18 @@ class Stripes:
     def __init__(self, failing: str = "", blind: str = ""):
         self.failing, self.blind, self.asked = failing, blind, []
 
-    def segment(self, pictures):
-        if any(picture.key == self.failing for picture in pictures) or self.failing == "all":
+    def segment(self, images):
+        if any(image.key == self.failing for image in images) or self.failing == "all":
             raise RuntimeError("out of memory")
-        self.asked += [picture.key for picture in pictures]
+        self.asked += [image.key for image in images]
         half = np.zeros((1, GRID, GRID), bool)
         half[:, : GRID // 2] = True
-        return [no_masks() if picture.key == self.blind else half for picture in pictures]
+        return [no_masks() if image.key == self.blind else half for image in images]
 
 
-def test_every_picture_gets_its_masks_and_what_has_none_a_reason(tmp_path):
+def test_every_image_gets_its_masks_and_what_has_none_a_reason(tmp_path):
     members = []
-    for key, data in {"good": photo(), "torn": photo()[:200], "wrong": b"no picture", "blind": photo(1)}.items():
+    for key, data in {"good": photo(), "torn": photo()[:200], "wrong": b"no image", "blind": photo(1)}.items():
         members += [(f"{key}.jpg", data), (f"{key}.txt", "a caption")]
     shard = write_shard(tmp_path / "0.tar", members)
     outcome = RegionAnnotator(Stripes(blind="blind"), batch=2).annotate(str(shard))
@@ -219,7 +219,7 @@ def test_every_picture_gets_its_masks_and_what_has_none_a_reason(tmp_path):
     assert regions.fallback("torn") == NOT_READABLE
 
 
-def test_a_picture_that_a_segmenter_fails_on_does_not_take_the_others_along(tmp_path):
+def test_a_image_that_a_segmenter_fails_on_does_not_take_the_others_along(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
     outcome = RegionAnnotator(Stripes(failing="00001"), batch=3).annotate(str(shard))
     assert (outcome.items, outcome.fallbacks) == (2, {FAILED: 1})
@@ -232,11 +232,11 @@ def test_a_segmenter_that_always_fails_is_an_error_not_a_fallback(tmp_path):
     assert not sidecar(shard, "regions").exists()
 
 
-def test_only_pictures_that_changed_are_segmented_again(tmp_path):
+def test_only_images_that_changed_are_segmented_again(tmp_path):
     captions = ["one"], ["two"], ["three"]
     shard = make_shard(tmp_path / "0.tar", captions)
     RegionAnnotator(Stripes()).annotate(str(shard))
-    other = make_shard(tmp_path / "1.tar", captions, first=1)  # other pictures under keys 1, 2, 3
+    other = make_shard(tmp_path / "1.tar", captions, first=1)  # other images under keys 1, 2, 3
     os.replace(other, shard)
     stripes = Stripes()
     outcome = RegionAnnotator(stripes).annotate(str(shard))

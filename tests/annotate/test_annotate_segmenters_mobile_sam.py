@@ -11,8 +11,8 @@ import pytest
 import torch
 from annotate_examples import photo
 
-from powerclip.annotate.decode_image import decode_picture
-from powerclip.annotate.segmenters import Picture, load_segmenter
+from powerclip.annotate.decode_image import decode_rgb
+from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 from powerclip.annotate.segmenters.mobile_sam import MobileSam, MobileSamNetwork, load_network
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
 from powerclip.data.mask_codec import to_grid
@@ -137,18 +137,18 @@ def test_without_weights_and_with_wrong_ones_it_says_what_to_give(tmp_path):
 def test_the_official_weights_find_the_discs_of_a_drawing():
     segmenter = load_segmenter("mobile_sam", "cpu", str(weights_file()), points=5)
     assert segmenter.options["weights"] == "sha256:6dbb90523a35330f"
-    pixels = decode_picture(photo(3, (320, 240)))
+    pixels = decode_rgb(photo(3, (320, 240)))
     rows, columns = np.mgrid[:240, :320]
     disc = (rows - 120) ** 2 + (columns - 200) ** 2 < 50**2
     pixels = np.where(disc[..., None], np.uint8((250, 40, 40)), pixels)
-    (masks,) = segmenter.segment([Picture("one", pixels)])
+    (masks,) = segmenter.segment([SegmenterImage("one", pixels)])
     assert best_overlap(masks, to_grid(disc)) > 0.9
 
 
 def test_half_precision_finds_the_same_regions():
-    pixels = decode_picture(photo(3, (200, 150)))
+    pixels = decode_rgb(photo(3, (200, 150)))
     whole, half = (
-        MobileSam(weights_file(), torch.device("cpu"), half=half, points=3).segment([Picture("one", pixels)])[0]
+        MobileSam(weights_file(), torch.device("cpu"), half=half, points=3).segment([SegmenterImage("one", pixels)])[0]
         for half in (False, True)
     )
     assert len(whole) > 0

@@ -1,4 +1,4 @@
-"""Regions without a network: superpixels, and masks from a COCO file. And pictures of every sort as pixels."""
+"""Regions without a network: superpixels, and masks from a COCO file. And images of every sort as pixels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from annotate_examples import photo
 from PIL import Image
 from pycocotools import mask as coco
 
-from powerclip.annotate.decode_image import decode_picture
-from powerclip.annotate.segmenters import Picture, load_segmenter
+from powerclip.annotate.decode_image import decode_rgb
+from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 from powerclip.data.mask_codec import GRID, to_grid
 from powerclip.errors import UserError
 
@@ -25,7 +25,7 @@ def test_superpixels_find_a_disc_and_what_is_around_it():
     rows, columns = np.mgrid[:120, :160]
     disc = (rows - 60) ** 2 + (columns - 50) ** 2 < 35**2
     pixels = np.where(disc[..., None], np.uint8((200, 30, 30)), np.uint8((20, 40, 180)))
-    (masks,) = load_segmenter("superpixels").segment([Picture("one", pixels)])
+    (masks,) = load_segmenter("superpixels").segment([SegmenterImage("one", pixels)])
     assert masks.shape[1:] == (GRID, GRID)
     assert max(iou(mask, to_grid(disc)) for mask in masks) > 0.85
     assert max(iou(mask, to_grid(~disc)) for mask in masks) > 0.9
@@ -33,9 +33,11 @@ def test_superpixels_find_a_disc_and_what_is_around_it():
     assert (np.diff(sizes.astype(int)) <= 0).all()  # the largest first
 
 
-def test_superpixels_are_distinct_few_and_neither_tiny_nor_the_whole_picture():
-    pixels = decode_picture(photo(1, (400, 300)))
-    masks = load_segmenter("superpixels", most=6, smallest=0.02, largest=0.5).segment([Picture("one", pixels)])[0]
+def test_superpixels_are_distinct_few_and_neither_tiny_nor_the_whole_image():
+    pixels = decode_rgb(photo(1, (400, 300)))
+    masks = load_segmenter("superpixels", most=6, smallest=0.02, largest=0.5).segment([SegmenterImage("one", pixels)])[
+        0
+    ]
     assert 1 <= len(masks) <= 6
     assert masks.mean((1, 2)).max() <= 0.51
     assert masks.mean((1, 2)).min() >= 0.01
@@ -43,8 +45,8 @@ def test_superpixels_are_distinct_few_and_neither_tiny_nor_the_whole_picture():
         assert all(iou(masks[at], other) <= 0.7 for other in masks[:at])
 
 
-def test_an_even_picture_has_no_superpixels():
-    even = Picture("even", np.full((40, 60, 3), 127, np.uint8))
+def test_an_even_image_has_no_superpixels():
+    even = SegmenterImage("even", np.full((40, 60, 3), 127, np.uint8))
     assert load_segmenter("superpixels").segment([even])[0].shape == (0, GRID, GRID)
 
 
@@ -84,7 +86,7 @@ def test_polygons_and_run_lengths_become_the_same_mask(coco_file):
     segmenter = load_segmenter("coco", weights=str(path))
     blank = np.zeros((8, 10, 3), np.uint8)
     by_name, by_id, without, unknown = segmenter.segment(
-        [Picture(key, blank) for key in ("000000000012", "12", "a-name", "13")]
+        [SegmenterImage(key, blank) for key in ("000000000012", "12", "a-name", "13")]
     )
     assert len(by_name) == 3
     assert all(iou(mask, expected) > 0.95 for mask in by_name)
@@ -101,7 +103,7 @@ def test_a_file_that_is_not_cocos_is_one_clear_line(tmp_path, content):
         load_segmenter("coco", weights=str(tmp_path / "gone.json"))
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------------------------
 
 
 def encoded(image: Image.Image, form: str, **options) -> bytes:
@@ -111,13 +113,13 @@ def encoded(image: Image.Image, form: str, **options) -> bytes:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "1", "P", "RGBA", "LA", "I;16"])
-def test_a_picture_of_any_mode_becomes_rgb(mode):
+def test_a_image_of_any_mode_becomes_rgb(mode):
     if mode == "I;16":
         image = Image.fromarray(np.full((20, 30), 65535, np.uint16))
     else:
         image = Image.new("RGB", (30, 20), "white").convert(mode)
     data = encoded(image, "tiff" if mode == "CMYK" else "png")
-    pixels = decode_picture(data)
+    pixels = decode_rgb(data)
     assert pixels.shape == (20, 30, 3)
     assert pixels.dtype == np.uint8
     assert pixels.min() >= 250
@@ -125,19 +127,19 @@ def test_a_picture_of_any_mode_becomes_rgb(mode):
 
 def test_of_an_animation_the_first_frame_is_taken():
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    pixels = decode_picture(encoded(frames[0], "gif", save_all=True, append_images=frames[1:]))
+    pixels = decode_rgb(encoded(frames[0], "gif", save_all=True, append_images=frames[1:]))
     assert (pixels[0, 0] == (255, 0, 0)).all()
 
 
-def test_a_large_picture_is_brought_to_what_segmenters_use_in_its_own_shape():
-    assert decode_picture(photo(0, (3000, 1500))).shape == (512, 1024, 3)
-    assert decode_picture(photo(0, (300, 150))).shape == (150, 300, 3)
-    assert decode_picture(encoded(Image.new("RGB", (5000, 1)), "png")).shape == (1, 1024, 3)
+def test_a_large_image_is_brought_to_what_segmenters_use_in_its_own_shape():
+    assert decode_rgb(photo(0, (3000, 1500))).shape == (512, 1024, 3)
+    assert decode_rgb(photo(0, (300, 150))).shape == (150, 300, 3)
+    assert decode_rgb(encoded(Image.new("RGB", (5000, 1)), "png")).shape == (1, 1024, 3)
 
 
-def test_what_is_no_picture_is_none(monkeypatch):
+def test_what_is_no_image_is_none(monkeypatch):
     whole = photo()
     for data in (b"", b"text", whole[:100], whole[: len(whole) // 2]):
-        assert decode_picture(data) is None
+        assert decode_rgb(data) is None
     monkeypatch.setattr("powerclip.annotate.decode_image.MOST_PIXELS", 100)
-    assert decode_picture(whole) is None
+    assert decode_rgb(whole) is None

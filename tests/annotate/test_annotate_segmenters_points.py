@@ -1,4 +1,4 @@
-"""A grid of points: what the filters keep, and where the masks land on the picture."""
+"""A grid of points: what the filters keep, and where the masks land on the image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from powerclip.annotate.segmenters import Picture, load_segmenter
+from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 from powerclip.annotate.segmenters.overlap import distinct, mask_iou
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, point_grid, stability, to_grid
 from powerclip.data import mask_codec
@@ -17,7 +17,7 @@ from powerclip.errors import UserError
 
 
 class Boxes(PointSegmenter):
-    """Segments the coloured box under a point of a picture that fills the left upper corner of a square of 64."""
+    """Segments the coloured box under a point of an image that fills the left upper corner of a square of 64."""
 
     name, version = "boxes", "1"
     side = 64
@@ -26,12 +26,12 @@ class Boxes(PointSegmenter):
         super().__init__(PointOptions(**{"points": 8, **options}), {}, torch.device("cpu"), at_once)
         self._quality, self._edge, self.calls = quality, edge, 0
 
-    def encode(self, pictures: Sequence[Picture]):
-        square = torch.full((len(pictures), self.side, self.side), -1)
+    def encode(self, images: Sequence[SegmenterImage]):
+        square = torch.full((len(images), self.side, self.side), -1)
         extent = []
-        for at, picture in enumerate(pictures):
-            height, width = picture.pixels.shape[:2]
-            square[at, :height, :width] = torch.from_numpy(picture.pixels[..., 0].astype(np.int64))
+        for at, image in enumerate(images):
+            height, width = image.pixels.shape[:2]
+            square[at, :height, :width] = torch.from_numpy(image.pixels[..., 0].astype(np.int64))
             extent.append((width / self.side, height / self.side))
         return square, torch.tensor(extent)
 
@@ -47,13 +47,13 @@ class Boxes(PointSegmenter):
         return Drawn(owner, logits.flatten(0, 1), quality.flatten(0, 1))
 
 
-def picture(height: int, width: int) -> Picture:
+def image(height: int, width: int) -> SegmenterImage:
     """Four quarters of different colours, the last one with a small square."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[: height // 2, width // 2 :] = 1
     pixels[height // 2 :, : width // 2] = 2
     pixels[height // 2 :, width // 2 :] = 3
-    return Picture(f"{height}x{width}", pixels)
+    return SegmenterImage(f"{height}x{width}", pixels)
 
 
 def quarters() -> set[bytes]:
@@ -64,35 +64,35 @@ def quarters() -> set[bytes]:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 64), (64, 40), (16, 16)])
-def test_each_part_of_a_picture_is_found_once_wherever_it_lies_in_the_models_square(size):
-    (masks,) = Boxes().segment([picture(*size)])
+def test_each_part_of_a_image_is_found_once_wherever_it_lies_in_the_models_square(size):
+    (masks,) = Boxes().segment([image(*size)])
     assert {mask.tobytes() for mask in masks} == quarters()
     assert len(masks) == 4
 
 
-def test_pictures_of_a_batch_do_not_mix_and_batches_of_points_change_nothing():
-    pictures = [picture(64, 64), picture(32, 64), picture(64, 20)]
-    alone = [Boxes(at_once=1000, points=4).segment([one])[0] for one in pictures]
+def test_images_of_a_batch_do_not_mix_and_batches_of_points_change_nothing():
+    images = [image(64, 64), image(32, 64), image(64, 20)]
+    alone = [Boxes(at_once=1000, points=4).segment([one])[0] for one in images]
     for at_once in (1, 10, 1000):
         segmenter = Boxes(at_once=at_once, points=4)
-        for one, other in zip(segmenter.segment(pictures), alone, strict=True):
+        for one, other in zip(segmenter.segment(images), alone, strict=True):
             np.testing.assert_array_equal(one, other)
     assert segmenter.calls == 1
     assert Boxes().segment([]) == []
 
 
 def test_masks_that_the_model_doubts_that_are_unstable_too_small_or_too_large_are_left_out():
-    whole = [picture(64, 64)]
+    whole = [image(64, 64)]
     assert len(Boxes(quality=0.87).segment(whole)[0]) == 0
     assert len(Boxes(edge=0.5).segment(whole)[0]) == 0  # a small change of the threshold would change all
     assert len(Boxes(smallest=0.3).segment(whole)[0]) == 0
     assert len(Boxes(largest=0.2).segment(whole)[0]) == 0
-    assert len(Boxes(largest=1.0).segment(whole)[0]) == 5  # the whole picture too
+    assert len(Boxes(largest=1.0).segment(whole)[0]) == 5  # the whole image too
     assert len(Boxes(most=3).segment(whole)[0]) == 3
 
 
 def test_the_best_masks_come_first():
-    masks = Boxes(largest=1.0).segment([picture(64, 64)])[0]
+    masks = Boxes(largest=1.0).segment([image(64, 64)])[0]
     assert masks[0].all()  # of which the model expects most
 
 

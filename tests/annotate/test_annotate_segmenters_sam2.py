@@ -1,4 +1,4 @@
-"""SAM 2 end to end with a tiny model of random weights: from pictures to masks, through transformers."""
+"""SAM 2 end to end with a tiny model of random weights: from images to masks, through transformers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from annotate_examples import make_shard, photo
 
-from powerclip.annotate.decode_image import decode_picture
+from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.region_annotator import RegionAnnotator
-from powerclip.annotate.segmenters import Picture, load_segmenter
+from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 from powerclip.data.mask_codec import GRID
 from powerclip.data.sidecar import read_regions
 from powerclip.errors import UserError
@@ -20,7 +20,7 @@ ANY = {"quality": 0, "stability": 0, "smallest": 0, "largest": 1}  # random weig
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A model of 0.1 million parameters for pictures of 128²."""
+    """A model of 0.1 million parameters for images of 128²."""
     torch.manual_seed(0)
     widths = [8, 16, 32, 64]
     vision = transformers.Sam2VisionConfig(
@@ -47,28 +47,28 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def pictures() -> list[Picture]:
-    return [Picture(str(seed), decode_picture(photo(seed, (100 + 30 * seed, 80)))) for seed in range(3)]
+def images() -> list[SegmenterImage]:
+    return [SegmenterImage(str(seed), decode_rgb(photo(seed, (100 + 30 * seed, 80)))) for seed in range(3)]
 
 
-def test_pictures_become_masks_whatever_their_shape_and_batch(folder):
+def test_images_become_masks_whatever_their_shape_and_batch(folder):
     segmenter = load_segmenter("sam2", "cpu", folder, points=3, **ANY)
-    together = segmenter.segment(pictures())
+    together = segmenter.segment(images())
     assert len(together) == 3
-    for one, picture in zip(together, pictures(), strict=True):
+    for one, image in zip(together, images(), strict=True):
         assert one.dtype == np.bool_
         assert one.shape[1:] == (GRID, GRID)
         assert 0 < len(one) <= 27
-        np.testing.assert_array_equal(one, segmenter.segment([picture])[0])
+        np.testing.assert_array_equal(one, segmenter.segment([image])[0])
 
 
-def test_points_and_pictures_reach_the_model_as_its_own_processor_would_send_them(folder):
+def test_points_and_images_reach_the_model_as_its_own_processor_would_send_them(folder):
     segmenter = load_segmenter("sam2", "cpu", folder, points=2, **ANY)
-    picture = pictures()[0]
+    image = images()[0]
     with torch.inference_mode():
-        encoded, extent = segmenter.encode([picture])
+        encoded, extent = segmenter.encode([image])
         drawn = segmenter.decode(encoded, torch.tensor([[[0.25, 0.75]]]))
-        pixels = torch.from_numpy(picture.pixels.copy()).permute(2, 0, 1)[None].float()
+        pixels = torch.from_numpy(image.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels = torch.nn.functional.interpolate(pixels, (128, 128), mode="bilinear", antialias=True) / 255
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         found = segmenter.network(

@@ -11,7 +11,7 @@ from mini_corpus import sample, write_shard
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "segmenters.py"
 
 
-def test_it_counts_pictures_masks_areas_and_bytes(tmp_path):
+def test_it_counts_images_masks_areas_and_bytes(tmp_path):
     members = [member for number in range(3) for member in sample(f"{number}", "red", ["a red square"])]
     shard = write_shard(tmp_path / "0.tar", members)
     command = [sys.executable, SCRIPT, shard, "--segmenter", "superpixels", "--limit", "2", "--output", tmp_path]
@@ -20,5 +20,5 @@ def test_it_counts_pictures_masks_areas_and_bytes(tmp_path):
     assert done.returncode == 0, done.stderr
     (result,) = tmp_path.glob("*.json")
     (row,) = json.loads(result.read_text())["found"]
-    assert (row["pictures"], row["masks/picture"], row["without a mask, %"]) == (2, 0, 100)  # even pictures have none
-    assert "| pictures/s |" in next(tmp_path.glob("*.md")).read_text()
+    assert (row["images"], row["masks/image"], row["without a mask, %"]) == (2, 0, 100)  # even images have none
+    assert "| images/s |" in next(tmp_path.glob("*.md")).read_text()

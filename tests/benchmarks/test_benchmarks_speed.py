@@ -192,7 +192,7 @@ def test_help_shows_the_commands(name, monkeypatch, capsys):
 def test_data_measures_open_clips_loader_and_ours_on_the_same_shards(tmp_path):
     result = run("data", tmp_path)
     loaders = {row["loader"]: row for row in result["rows"]}
-    assert loaders["open_clip: pictures, tokens"]["relative"] == 1
+    assert loaders["open_clip: images, tokens"]["relative"] == 1
     assert all(min(row["samples_per_second"]) > 0 for row in loaders.values())
     assert {"ours: + random boxes, phrases", "ours: + masks, phrases"} <= loaders.keys()
     assert result["memory"][-1]["samples"] == 40

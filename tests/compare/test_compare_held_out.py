@@ -20,7 +20,7 @@ from powerclip.compare.run import run_study
 from powerclip.compare.study import read_study
 from powerclip.errors import UserError
 from powerclip.evaluate.command import evaluate_model
-from powerclip.evaluate.images import TarPictures
+from powerclip.evaluate.images import TarImages
 
 STUDY = """
 base: base.yaml
@@ -69,7 +69,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 def test_unfinished_runs_are_trained_and_all_scores_are_those_of_evaluate(folder):
     printed = run(folder)
-    assert "Held-out data: test (6 pictures, 9 captions), sugarcrepe (3 comparisons, 1 left out" in printed
+    assert "Held-out data: test (6 images, 9 captions), sugarcrepe (3 comparisons, 1 left out" in printed
     assert "[4/4] heavy, seed 1: test: mean recall" in printed
     found = written(folder)
     for name in ("clip", "heavy"):
@@ -134,9 +134,9 @@ def test_a_finished_study_is_neither_trained_nor_measured_twice(folder, monkeypa
     assert (folder / "out" / "test.md").read_bytes() == first
 
 
-def test_pictures_are_decoded_once_for_all_models(folder, monkeypatch):
+def test_images_are_decoded_once_for_all_models(folder, monkeypatch):
     run(folder, test=False, keep_models=True)
-    decoded = calls(monkeypatch, TarPictures, "decode")
+    decoded = calls(monkeypatch, TarImages, "decode")
     run(folder)
     assert len(decoded) == 6
 

@@ -59,8 +59,8 @@ def test_it_trains_both_models_and_writes_table_report_and_heatmaps(finished):
     for runs in results["models"].values():
         assert runs[0]["seconds"] > 0
     assert "Alignment loss" in (output / "report.html").read_text(encoding="utf-8")
-    with Image.open(output / "heatmaps.png") as picture:
-        picture.load()
+    with Image.open(output / "heatmaps.png") as image:
+        image.load()
     assert {line.group for line in lines} == {"Retrieval", "Zero-shot", "Composition", "Pointing game", "Training"}
 
 

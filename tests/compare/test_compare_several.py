@@ -79,7 +79,7 @@ def test_each_study_has_its_folder_and_shared_runs_and_corpora_are_made_once(fol
     ]  # fmt: skip
     assert [name for name in trained if name.startswith("two/")] == ["two/light/seed-0", "two/light/seed-1"]
     assert done.output.count("(taken from one)") == 4
-    assert done.output.count("12 pictures") == 1
+    assert done.output.count("12 images") == 1
     assert done.output.index("Study 1/2: one") < done.output.index("Study 2/2: two")
     found = {name: json.loads((folder / "runs" / name / "results.json").read_text()) for name in ("one", "two")}
     assert found["one"]["settings"]["heavy"]["runs"] == found["two"]["settings"]["heavy"]["runs"]

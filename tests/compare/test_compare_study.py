@@ -155,7 +155,7 @@ def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypat
     outcomes, printed = run(study, output, [0, 1])
     assert all(isinstance(outcomes[name][seed], Results) for name in ("clip", "powerclip", "heavy") for seed in (0, 1))
     assert "[6/6] heavy, seed 1: retrieval" in printed
-    assert printed.count("12 pictures") == 1  # the corpus was read once
+    assert printed.count("12 images") == 1  # the corpus was read once
     table = (output / "table.md").read_text()
     assert table.startswith("A trial.\n\n| setting | retrieval | Δ | R@1 |")
     assert "| heavy |" in table

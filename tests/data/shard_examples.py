@@ -1,4 +1,4 @@
-"""Shards and sidecars, made in a moment: pictures that say where a pixel is, captions that name their sample."""
+"""Shards and sidecars, made in a moment: images that say where a pixel is, captions that name their sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Members = list[tuple[str, bytes | str]]
 
 
 def ramp(width: int, height: int, blue: int = 0) -> Image.Image:
-    """Red grows to the right, green downwards; blue tells one picture from another."""
+    """Red grows to the right, green downwards; blue tells one image from another."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = ((np.arange(width) + 0.5) / width * 255).round()
     pixels[..., 1] = ((np.arange(height) + 0.5) / height * 255).round()[:, None]
@@ -34,9 +34,9 @@ def ramp(width: int, height: int, blue: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def encoded(picture: Image.Image, form: str = "png", **options: object) -> bytes:
+def encoded(image: Image.Image, form: str = "png", **options: object) -> bytes:
     file = io.BytesIO()
-    picture.save(file, form, **options)
+    image.save(file, form, **options)
     return file.getvalue()
 
 
@@ -51,11 +51,11 @@ def spans_of(caption: str) -> list[Span]:
     return [Span(0, len(caption), "S"), *(Span(*place) for place in places)]
 
 
-def sample(key: str, picture: bytes | None = None, caption: bytes | str | None = None, suffix: str = "png") -> Members:
-    """A picture and a text file."""
+def sample(key: str, image: bytes | None = None, caption: bytes | str | None = None, suffix: str = "png") -> Members:
+    """An image and a text file."""
     number = int("".join(filter(str.isdigit, key)) or 0)
-    picture = encoded(ramp(24, 18, number % 256)) if picture is None else picture
-    return [(f"{key}.{suffix}", picture), (f"{key}.txt", caption_of(key) if caption is None else caption)]
+    image = encoded(ramp(24, 18, number % 256)) if image is None else image
+    return [(f"{key}.{suffix}", image), (f"{key}.txt", caption_of(key) if caption is None else caption)]
 
 
 def write_samples(folder: Path, sizes: Sequence[int], first: int = 0) -> list[Path]:
@@ -91,12 +91,12 @@ def write_trees(shard: Path, captions: dict[str, str | list[str]], folder: Path 
 
 
 def write_regions(
-    shard: Path, masks: dict[str, list[np.ndarray]], pictures: dict[str, bytes], folder: Path | None = None
+    shard: Path, masks: dict[str, list[np.ndarray]], images: dict[str, bytes], folder: Path | None = None
 ) -> Path:
     rows = RegionRows()
     for key, listed in masks.items():
         rows.key.append(key)
-        rows.picture.append(content_hash(pictures[key]))
+        rows.image.append(content_hash(images[key]))
         rows.masks.append([pack_mask(mask) for mask in listed])
         rows.fallback.append(None)
     path = sidecar_path(shard, "regions", folder)
@@ -105,7 +105,7 @@ def write_regions(
 
 
 def block(left: float, top: float, right: float, bottom: float) -> np.ndarray:
-    """The mask of a rectangle, given in shares of the picture that fall on its cells."""
+    """The mask of a rectangle, given in shares of the image that fall on its cells."""
     mask = np.zeros((GRID, GRID), np.bool_)
     mask[round(top * GRID) : round(bottom * GRID), round(left * GRID) : round(right * GRID)] = True
     return mask

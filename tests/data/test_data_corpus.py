@@ -11,12 +11,12 @@ import torch
 from mini_corpus import COLOURS, png, write_shard
 from PIL import Image
 
-from powerclip.data.corpus import NO_CAPTION, NO_PICTURE, NO_TREE, WRONG_TREE, read_corpus, read_trees
+from powerclip.data.corpus import NO_CAPTION, NO_IMAGE, NO_TREE, WRONG_TREE, read_corpus, read_trees
 from powerclip.data.trees import flat_tree, parse_bracketed
 from powerclip.errors import UserError
 
 
-def test_pictures_captions_and_trees_come_back_in_order(mini_corpus):
+def test_images_captions_and_trees_come_back_in_order(mini_corpus):
     shards = sorted(mini_corpus.glob("train-*.tar"))
     corpus = read_corpus(shards, 20, mini_corpus / "trees.tsv")
     assert corpus.keys == [f"sample{number:03d}" for number in range(12)]
@@ -27,10 +27,10 @@ def test_pictures_captions_and_trees_come_back_in_order(mini_corpus):
     assert corpus.trees[2] == parse_bracketed(expected, corpus.captions[2])
     assert corpus.fallbacks == {}
     assert corpus.images[0, :, 3, 3].tolist() == list(COLOURS["red"])
-    assert corpus.summary() == "12 pictures, 18 captions"
+    assert corpus.summary() == "12 images, 18 captions"
 
 
-def test_pictures_are_squashed_to_the_size_that_is_asked_for(tmp_path):
+def test_images_are_squashed_to_the_size_that_is_asked_for(tmp_path):
     file = io.BytesIO()
     wide = Image.new("L", (40, 20))  # grey, black at the left and white at the right
     wide.paste(255, (20, 0, 40, 20))
@@ -82,14 +82,14 @@ def test_samples_that_cannot_be_used_are_counted_and_left_out(tmp_path, content)
         ("silent.json", content),
         ("broken.png", png()[:40]),
         ("broken.txt", "a dog"),
-        ("text.jpg", "no picture"),
+        ("text.jpg", "no image"),
         ("text.txt", "a dog"),
         ("alone.txt", "a dog"),
     ]
     corpus = read_corpus([write_shard(tmp_path / "a.tar", members)], 8)
     assert corpus.keys == ["good"]
-    assert corpus.fallbacks == {NO_CAPTION: 1, NO_PICTURE: 3}
-    assert "3 pictures not readable" in corpus.summary()
+    assert corpus.fallbacks == {NO_CAPTION: 1, NO_IMAGE: 3}
+    assert "3 images not readable" in corpus.summary()
 
 
 def test_a_tree_that_is_missing_or_does_not_match_is_counted_and_flat(tmp_path):
@@ -124,7 +124,7 @@ def test_what_is_no_tar_and_what_is_not_there_are_named(tmp_path):
 
 def test_a_corpus_without_a_sample_is_refused_with_the_reason(tmp_path):
     shard = write_shard(tmp_path / "a.tar", [("x.png", png())])
-    with pytest.raises(UserError, match=r"no sample .*a\.tar: 1 pictures without a caption"):
+    with pytest.raises(UserError, match=r"no sample .*a\.tar: 1 images without a caption"):
         read_corpus([shard], 8)
 
 

@@ -1,4 +1,4 @@
-"""Batches of a corpus: epochs without repetition, captions of their pictures, crops that are where they say."""
+"""Batches of a corpus: epochs without repetition, captions of their images, crops that are where they say."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def same(a: Batch, b: Batch) -> bool:
     return a.keys == b.keys and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors)
 
 
-def gradient_pictures(count: int, size: int) -> torch.Tensor:
-    """Pictures whose first channel says how far right a pixel is and whose second how far down."""
+def gradient_images(count: int, size: int) -> torch.Tensor:
+    """Images whose first channel says how far right a pixel is and whose second how far down."""
     ramp = (torch.arange(size) + 0.5) / size * 255
     pictures = torch.zeros(count, 3, size, size)
     pictures[:, 0], pictures[:, 1] = ramp, ramp[:, None]
@@ -60,21 +60,21 @@ def values(images: torch.Tensor) -> torch.Tensor:
     return (images * torch.tensor(CLIP_STD).view(3, 1, 1) + torch.tensor(CLIP_MEAN).view(3, 1, 1)) * 255
 
 
-def test_every_picture_is_shown_once_an_epoch_in_an_order_of_its_own(corpus, tokenizer):
+def test_every_image_is_shown_once_an_epoch_in_an_order_of_its_own(corpus, tokenizer):
     made = loader(corpus, tokenizer, batch_size=4)
     epochs = [[key for step in range(3) for key in made.batch(3 * epoch + step).keys] for epoch in range(3)]
     assert all(sorted(epoch) == corpus.keys for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_pictures_that_do_not_fill_a_batch_wait_for_another_epoch(corpus, tokenizer):
+def test_images_that_do_not_fill_a_batch_wait_for_another_epoch(corpus, tokenizer):
     made = loader(corpus, tokenizer, batch_size=5)
     assert made.steps_per_epoch == 2
     keys = [key for step in range(2) for key in made.batch(step).keys]
     assert len(set(keys)) == 10
 
 
-def test_a_caption_is_one_of_its_picture_and_all_are_shown_in_time(corpus, tokenizer):
+def test_a_caption_is_one_of_its_image_and_all_are_shown_in_time(corpus, tokenizer):
     made = loader(corpus, tokenizer, batch_size=12)
     owned = {key: set() for key in corpus.keys}
     for caption, owner in zip(corpus.captions, corpus.image_of_caption.tolist(), strict=True):
@@ -82,14 +82,14 @@ def test_a_caption_is_one_of_its_picture_and_all_are_shown_in_time(corpus, token
     seen = {key: set() for key in corpus.keys}
     for step in range(12):
         batch = made.batch(step)
-        for key, row, picture in zip(batch.keys, batch.tokens, values(batch.images), strict=True):
+        for key, row, image in zip(batch.keys, batch.tokens, values(batch.images), strict=True):
             ids = row.tolist()
             end = ids.index(tokenizer.tokenizer.eot_token_id) + 1
             assert not any(ids[end:])
             seen[key].add(tuple(ids[:end]))
-            # The pictures are plain: any crop has the colour.
+            # The images are plain: any crop has the colour.
             colour = corpus.images[corpus.keys.index(key), :, 0, 0]
-            assert (picture - colour.view(3, 1, 1)).abs().max() < 0.1
+            assert (image - colour.view(3, 1, 1)).abs().max() < 0.1
     assert seen == owned
 
 
@@ -102,7 +102,7 @@ def test_a_stream_is_the_same_however_many_threads_make_it(corpus, tokenizer, wo
     assert all(same(batch, reference.batch(step)) for step, batch in enumerate(streamed))
 
 
-def test_seeds_say_which_pictures_and_which_parts_of_them(corpus, tokenizer):
+def test_seeds_say_which_images_and_which_parts_of_them(corpus, tokenizer):
     first, order, parts = (
         loader(corpus, tokenizer, **seeds).batch(0) for seeds in ({}, {"seed": 1}, {"region_seed": 1})
     )
@@ -160,19 +160,19 @@ def test_a_crop_of_everything_is_a_plain_resize(tokenizer):
     assert torch.allclose(values(batch.images), expected, atol=1e-2)
 
 
-def test_a_crop_shows_the_part_of_the_picture_that_its_box_says(tokenizer):
-    made = loader(plain(gradient_pictures(3, 64)), tokenizer, batch_size=3)
+def test_a_crop_shows_the_part_of_the_image_that_its_box_says(tokenizer):
+    made = loader(plain(gradient_images(3, 64)), tokenizer, batch_size=3)
     boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [-0.5, 0.5, 0.5, 0.25], [0.25, 0.0, 0.75, 1.0]])
     shown = values(made.crop_images(torch.arange(3), boxes)) / 255 * 2 - 1
-    for picture, (x, y, width, height) in zip(shown, boxes.tolist(), strict=True):
+    for image, (x, y, width, height) in zip(shown, boxes.tolist(), strict=True):
         across = x + width * ((torch.arange(16) + 0.5) / 8 - 1)
         down = y + height * ((torch.arange(16) + 0.5) / 8 - 1)
-        assert torch.allclose(picture[0], across.expand(16, 16), atol=0.02)
-        assert torch.allclose(picture[1], down[:, None].expand(16, 16), atol=0.02)
+        assert torch.allclose(image[0], across.expand(16, 16), atol=0.02)
+        assert torch.allclose(image[1], down[:, None].expand(16, 16), atol=0.02)
 
 
 @pytest.mark.parametrize("smallest", [0.08, 0.5, 0.9, 1.0])
-def test_crops_lie_inside_the_picture_and_keep_their_share_of_it(smallest):
+def test_crops_lie_inside_the_image_and_keep_their_share_of_it(smallest):
     boxes = random_crops(2000, smallest, torch.Generator().manual_seed(0))
     centre, half = boxes[:, :2], boxes[:, 2:]
     assert ((centre.abs() + half) <= 1 + 1e-6).all()
@@ -197,10 +197,10 @@ def test_pixels_are_normalised_as_the_tower_wants():
     assert torch.allclose(Normaliser([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])(pixels.clone()), expected, atol=1e-5)
 
 
-def test_whole_pictures_are_squashed_as_pillow_does_it():
+def test_whole_images_are_squashed_as_pillow_does_it():
     pixels = torch.randint(0, 256, (3, 40, 60), generator=torch.Generator().manual_seed(1)).byte()
-    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
-    expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float()
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
+    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
     assert (squash(pixels[None], (16, 24))[0] - expected).abs().max() < 1.5
 
 

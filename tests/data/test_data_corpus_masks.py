@@ -23,12 +23,12 @@ from powerclip.data.masks import choose_regions, overlap
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.sidecar import SidecarError, sidecar_path
 
-COUNTS = [3, 0, 7, 12, 1, 9, 5, 12]  # masks of each picture
-PICTURES = {f"s{number:04d}": encoded(ramp(24, 18, number)) for number in range(len(COUNTS))}
+COUNTS = [3, 0, 7, 12, 1, 9, 5, 12]  # masks of each image
+IMAGES = {f"s{number:04d}": encoded(ramp(24, 18, number)) for number in range(len(COUNTS))}
 
 
 def ellipses(count: int, seed: int) -> list[np.ndarray]:
-    """Masks of all sizes, some of them at the edge of the picture."""
+    """Masks of all sizes, some of them at the edge of the image."""
     rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:GRID, :GRID]
     masks = []
@@ -38,15 +38,15 @@ def ellipses(count: int, seed: int) -> list[np.ndarray]:
     return masks
 
 
-MASKS = {key: ellipses(count, seed) for seed, (key, count) in enumerate(zip(PICTURES, COUNTS, strict=True))}
+MASKS = {key: ellipses(count, seed) for seed, (key, count) in enumerate(zip(IMAGES, COUNTS, strict=True))}
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> list[Path]:
-    """Two shards with the masks of all pictures beside them."""
+    """Two shards with the masks of all images beside them."""
     paths = write_samples(tmp_path_factory.mktemp("shards"), [5, 3])
     for path, keys in zip(paths, (list(MASKS)[:5], list(MASKS)[5:]), strict=True):
-        write_regions(path, {key: MASKS[key] for key in keys}, PICTURES)
+        write_regions(path, {key: MASKS[key] for key in keys}, IMAGES)
     return paths
 
 
@@ -98,7 +98,7 @@ def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_re
     assert (hidden > 0) == (smallest < 0.5)
 
 
-def test_all_masks_of_a_picture_are_the_regions_that_shards_would_have(masks):
+def test_all_masks_of_a_image_are_the_regions_that_shards_would_have(masks):
     # The edges of the patches are those of cells, so that nothing is rounded, here or there.
     crop, box = torch.tensor([[0.25, -0.25, 0.5, 0.5]]), (0.375, 0.125, 0.875, 0.625)
     for number, listed in enumerate(MASKS.values()):
@@ -128,8 +128,8 @@ def test_a_mask_too_small_for_any_patch_is_the_patch_that_it_covers_most():
     assert not crop_masks(small[None, None], right, (2, 2)).any()
 
 
-def test_a_mask_drawn_on_the_picture_lands_on_the_same_pixels_after_the_crop(tmp_path):
-    # White where the one mask of a picture is: a region's patches are white in the batch, the others black.
+def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(tmp_path):
+    # White where the one mask of an image is: a region's patches are white in the batch, the others black.
     shapes = {f"s{number}": ellipses(1, 100 + number)[0] for number in range(12)}
     pictures = {key: encoded(Image.fromarray(mask.astype(np.uint8) * 255)) for key, mask in shapes.items()}
     shard = write_shard(tmp_path / "a.tar", [part for key in shapes for part in sample(key, pictures[key])])
@@ -152,7 +152,7 @@ def test_a_mask_drawn_on_the_picture_lands_on_the_same_pixels_after_the_crop(tmp
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def test_masks_change_nothing_but_regions_and_pictures_without_keep_their_boxes(corpus, masks):
+def test_masks_change_nothing_but_regions_and_images_without_keep_their_boxes(corpus, masks):
     plain, masked = loader(corpus, None).batch(3), loader(corpus, masks).batch(3)
     assert torch.equal(plain.images, masked.images)
     assert torch.equal(plain.tokens, masked.tokens)
@@ -174,14 +174,14 @@ def test_random_boxes_are_drawn_right_after_captions_and_crops(corpus):
 def test_the_same_seeds_and_step_choose_the_same_masks_and_others_others(corpus, masks):
     one, again = (loader(corpus, masks).batch(2).regions for _ in range(2))
     assert torch.equal(one, again)
-    # Whole pictures, of which each has masks enough: nothing but the choice differs.
+    # Whole images, of which each has masks enough: nothing but the choice differs.
     many = CorpusMasks(masks.bits, masks.first[[3] * 8], masks.counts[[3] * 8], masks.most)
     chosen = [loader(corpus, many, crop=1.0, region_seed=seed).batch(step) for seed, step in ((0, 0), (1, 0), (0, 1))]
     assert len({batch.regions.numpy().tobytes() for batch in chosen}) == 3
 
 
 @pytest.mark.parametrize("sort", [False, True])
-def test_a_picture_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort):
+def test_a_image_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort):
     whole = loader(corpus, masks, sort=sort).batch(1)
     known = dict(zip(whole.keys, whole.regions, strict=True))
     for count in (2, 4):
@@ -204,7 +204,7 @@ def test_masks_come_back_as_they_were_stored(corpus, masks):
     assert corpus.keys == list(MASKS)
     assert masks.counts.tolist() == COUNTS
     assert (masks.most, masks.fallbacks) == (12, {NO_MASK: 1})
-    assert masks.summary() == "49 masks of 7 pictures (1 pictures without a mask, with random boxes)"
+    assert masks.summary() == "49 masks of 7 images (1 images without a mask, with random boxes)"
     bits = np.unpackbits(masks.bits.numpy(), axis=-1)
     assert np.array_equal(bits[:-1], [mask for listed in MASKS.values() for mask in listed])
     assert not bits[-1].any()
@@ -219,7 +219,7 @@ def test_what_is_missing_stale_or_broken_is_counted_and_gets_boxes(tmp_path):
     listed = {"s0000": [fine], "s0001": [fine], "s0003": [], "s0004": [fine, b"?"]}
     for key, packed in listed.items():
         rows.key.append(key)
-        rows.picture.append(content_hash(b"another" if key == "s0001" else PICTURES[key]))
+        rows.image.append(content_hash(b"another" if key == "s0001" else IMAGES[key]))
         rows.masks.append(packed)
         rows.fallback.append(None)
     write_sidecar(sidecar_path(first, "regions", side), info("regions", first, 4), rows)
@@ -234,7 +234,7 @@ def test_what_is_missing_stale_or_broken_is_counted_and_gets_boxes(tmp_path):
         assert torch.equal(regions[taken:], boxes[taken:])
 
 
-def test_a_corpus_of_which_no_picture_has_masks_has_boxes(tmp_path):
+def test_a_corpus_of_which_no_image_has_masks_has_boxes(tmp_path):
     (shard,) = write_samples(tmp_path, [4])
     corpus = read_corpus([shard], 20)
     masks = read_masks(corpus)
@@ -245,7 +245,7 @@ def test_a_corpus_of_which_no_picture_has_masks_has_boxes(tmp_path):
 
 def test_a_torn_sidecar_is_refused_by_name(tmp_path):
     (shard,) = write_samples(tmp_path, [2])
-    path = write_regions(shard, {key: MASKS[key] for key in ("s0000", "s0001")}, PICTURES)
+    path = write_regions(shard, {key: MASKS[key] for key in ("s0000", "s0001")}, IMAGES)
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(SidecarError, match=r"00000\.regions\.parquet cannot be read: .*; annotate its shard again"):
         read_masks(read_corpus([shard], 20))

@@ -1,4 +1,4 @@
-"""Pictures of all kinds to pixels: the crop that was asked for, quickly, or a reason why not."""
+"""Images of all kinds to pixels: the crop that was asked for, quickly, or a reason why not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from powerclip.data.decode import decode_crop
 from powerclip.data.faults import BadSample, Fault
 
 
-def expected(picture: Image.Image, size: tuple[int, int], smallest: float, key: int) -> torch.Tensor:
+def expected(image: Image.Image, size: tuple[int, int], smallest: float, key: int) -> torch.Tensor:
     """The crop as Pillow makes it: decoded as a whole, cut, resized."""
-    box = random_crop(*picture.size, smallest, key)
-    cut = picture.convert("RGB").crop(box).resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    box = random_crop(*image.size, smallest, key)
+    cut = image.convert("RGB").crop(box).resize((size[1], size[0]), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(cut)).float()
 
 
@@ -41,15 +41,13 @@ def test_a_crop_is_what_pillow_would_cut_and_resize(shape, form):
 @pytest.mark.parametrize("scale", [2, 4, 8])
 def test_a_large_jpeg_is_decoded_small_and_looks_the_same(scale, monkeypatch):
     decoded, original = [], decode._to_rgb
-    monkeypatch.setattr(
-        decode, "_to_rgb", lambda picture, *rest: decoded.append(picture.size) or original(picture, *rest)
-    )
+    monkeypatch.setattr(decode, "_to_rgb", lambda image, *rest: decoded.append(image.size) or original(image, *rest))
     size = 32
-    picture = ramp(size * scale * 3 // 2, size * scale * 3 // 2, blue=120)
-    data = encoded(picture, "jpeg", quality=95)
+    image = ramp(size * scale * 3 // 2, size * scale * 3 // 2, blue=120)
+    data = encoded(image, "jpeg", quality=95)
     for key in range(4):
         crop = decode_crop(data, (size, size), 0.8, key)
-        reference = expected(picture, (size, size), 0.8, key)
+        reference = expected(image, (size, size), 0.8, key)
         assert (crop.pixels.float() - reference).abs().mean() < 3
         # What the crop says that it shows is what it shows, to a pixel.
         left, top, right, bottom = crop.box
@@ -58,7 +56,7 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same(scale, monkeypatch):
     assert decoded == [(size * 3 // 2, size * 3 // 2)] * 4
 
 
-def test_a_grey_picture_a_palette_and_transparency_become_rgb():
+def test_a_grey_image_a_palette_and_transparency_become_rgb():
     shape = (30, 20)
     grey = decode_crop(encoded(ramp(*shape).convert("L")), (16, 16), 1.0, 0)
     assert (grey.pixels[..., 0] == grey.pixels[..., 2]).all()
@@ -66,8 +64,8 @@ def test_a_grey_picture_a_palette_and_transparency_become_rgb():
     assert (jpeg.pixels.float() - grey.pixels.float()).abs().max() < 12
     palette = ramp(*shape).quantize(32)
     palette.info["transparency"] = bytes(range(32))
-    for picture in (palette, ramp(*shape).convert("RGBA"), ramp(*shape).convert("LA"), ramp(*shape).convert("1")):
-        crop = decode_crop(encoded(picture), (16, 16), 1.0, 0)
+    for image in (palette, ramp(*shape).convert("RGBA"), ramp(*shape).convert("LA"), ramp(*shape).convert("1")):
+        crop = decode_crop(encoded(image), (16, 16), 1.0, 0)
         assert crop.pixels.shape == (16, 16, 3)
         assert crop.faults == []
 

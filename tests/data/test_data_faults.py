@@ -26,7 +26,7 @@ def test_each_kind_is_said_once_with_its_first_place():
     watch.see(report(Fault.TRUNCATED, Fault.CMYK, Fault.CMYK))
     watch.see(report(Fault.CMYK))
     assert said == [
-        "a.tar, sample x: looks odd; another sample stands in. More are counted as bad/truncated_picture",
+        "a.tar, sample x: looks odd; another sample stands in. More are counted as bad/truncated_image",
         "a.tar, sample x: looks odd; converted. More are counted as converted/cmyk",
     ]
 
@@ -50,7 +50,7 @@ def test_a_shard_with_too_many_bad_samples_ends_the_run():
     with pytest.raises(
         UserError,
         match=r"shard b\.tar: 3 of 20 samples are bad so far, more than data\.max_bad \(0\.1\) allows "
-        r"\(a\.tar, sample x: looks odd \(bad/truncated_picture\)\); copy the shard again",
+        r"\(a\.tar, sample x: looks odd \(bad/truncated_image\)\); copy the shard again",
     ):
         watch.see(report(Fault.TRUNCATED, bad=[(1, 1, 3), (1, 1, 4), (1, 1, 9)]))
 

@@ -15,7 +15,7 @@ ROWS, COLUMNS = np.mgrid[:GRID, :GRID]
 
 @st.composite
 def shapes(draw: st.DrawFn) -> np.ndarray:
-    """Unions and differences of a few boxes and ellipses: what regions of pictures look like."""
+    """Unions and differences of a few boxes and ellipses: what regions of images look like."""
     mask = np.zeros((GRID, GRID), bool)
     for _ in range(draw(st.integers(0, 4))):
         row, column = draw(st.floats(-8, GRID + 8)), draw(st.floats(-8, GRID + 8))
@@ -89,7 +89,7 @@ def test_a_mask_with_a_pixel_has_a_cell_and_one_without_has_none(height, width, 
     assert abs(found + 0.5 - expected).max(axis=1).min() <= 1 + max(GRID / height, GRID / width)
 
 
-def test_half_a_picture_is_half_of_the_grid_whatever_the_pictures_size():
+def test_half_a_image_is_half_of_the_grid_whatever_the_images_size():
     for height, width in ((480, 640), (63, 65), (1000, 31), (5, 7)):
         mask = np.zeros((height, width), bool)
         mask[:, : width // 2] = True

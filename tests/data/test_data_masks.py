@@ -1,4 +1,4 @@
-"""Masks follow their picture through its crop: what is drawn on the picture lies under the same patches afterwards."""
+"""Masks follow their image through its crop: what is drawn on the image lies under the same patches afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shapes(draw) -> np.ndarray:
 
 @given(shapes(), st.sampled_from([(128, 128), (256, 128), (128, 192)]), st.floats(0.1, 1.0), st.integers(0, 2**62))
 @settings(max_examples=60, deadline=None)
-def test_a_mask_drawn_on_the_picture_lands_on_the_same_pixels_after_the_crop(mask, shape, smallest, key):
+def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(mask, shape, smallest, key):
     width, height = shape
     drawn = mask.repeat(height // GRID, 0).repeat(width // GRID, 1)
     grid, patch = (7, 5), 16

@@ -45,7 +45,7 @@ def test_steps_follow_each_other_through_the_scenes_without_repetition(tokenizer
     assert keys == [f"train-3-{index}" for index in range(24)]
 
 
-def test_pictures_and_captions_are_those_of_the_scenes(tokenizer):
+def test_images_and_captions_are_those_of_the_scenes(tokenizer):
     batch = loader(tokenizer, seed=2).batch(1)
     scenes = [generate(2, 6 + i, "train") for i in range(6)]
     pixels = batch.images * torch.tensor(CLIP_STD).view(3, 1, 1) + torch.tensor(CLIP_MEAN).view(3, 1, 1)
@@ -107,6 +107,6 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
         next(loader(tokenizer, workers=1).stream(0, 5))
 
 
-def test_pictures_that_are_not_square_are_refused(tokenizer):
-    with pytest.raises(UserError, match="scenes are square, and the model reads pictures of 32×64 pixels"):
+def test_images_that_are_not_square_are_refused(tokenizer):
+    with pytest.raises(UserError, match="scenes are square, and the model reads images of 32×64 pixels"):
         loader(tokenizer, image_size=(32, 64))

@@ -82,7 +82,7 @@ def test_every_sample_is_shown_once_an_epoch_and_none_is_left_out(shards):
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_a_batch_holds_pictures_captions_trees_and_regions_of_its_samples(shards):
+def test_a_batch_holds_images_captions_trees_and_regions_of_its_samples(shards):
     batch = loader(shards, batch_size=6, trees=True, segments=True, crop=1.0, length_multiple=8).batch(0)
     assert batch.images.shape == (6, 3, 16, 16)
     assert batch.images.is_contiguous()
@@ -94,7 +94,7 @@ def test_a_batch_holds_pictures_captions_trees_and_regions_of_its_samples(shards
     expected = pack_phrases(trees, tokenized, batch.tokens.shape[1])
     assert all(torch.equal(getattr(batch.phrases, name), getattr(expected, name)) for name in ("words", "node_start"))
     assert batch.phrases.node_offsets.diff().min() > 3
-    # The pictures' own blue, and regions that are their two masks and one random box.
+    # The images' own blue, and regions that are their two masks and one random box.
     numbers = torch.tensor([int(key[1:]) for key in batch.keys])
     assert (values(batch.images)[:, 2].mean((1, 2)) - numbers).abs().max() < 1
     halves = {(True, False, True, False), (False, True, False, True)}
@@ -244,8 +244,8 @@ def test_a_run_that_was_killed_goes_on_with_what_was_left(tmp_path, shards):
 # ---- what is wrong with samples --------------------------------------------------------------------------------------
 
 BAD = {
-    "truncated jpeg": (sample("bad", encoded(ramp(200, 200), "jpeg")[:1500], suffix="jpg"), "bad/truncated_picture"),
-    "no picture": (sample("bad", b"<html>"), "bad/unreadable_picture"),
+    "truncated jpeg": (sample("bad", encoded(ramp(200, 200), "jpeg")[:1500], suffix="jpg"), "bad/truncated_image"),
+    "no image": (sample("bad", b"<html>"), "bad/unreadable_image"),
     "blank caption": (sample("bad", caption="  \n"), "bad/no_caption"),
     "binary caption": (sample("bad", caption=b"\xff\xfe\x00a\x00b"), "bad/binary_caption"),
     "zeros in the caption": (sample("bad", caption=b"a dog\0\0"), "bad/binary_caption"),
@@ -288,9 +288,7 @@ def test_who_stands_in_does_not_depend_on_workers_or_ranks(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_strict_run_ends_with_one_line(tmp_path, workers):
     path = write_shard(tmp_path / "a.tar", [*sample("a"), *sample("b"), *sample("c", b"bad")])
-    with pytest.raises(
-        UserError, match=r"a\.tar, sample c: .*\(bad/unreadable_picture\); data\.strict: false"
-    ) as caught:
+    with pytest.raises(UserError, match=r"a\.tar, sample c: .*\(bad/unreadable_image\); data\.strict: false") as caught:
         list(loader([path], batch_size=3, strict=True, workers=workers).stream(0, 2))
     assert "\n" not in str(caught.value)
 
@@ -309,7 +307,7 @@ def test_shards_without_a_single_good_sample_are_an_error(tmp_path):
         loader([path], warn=lambda text: None).batch(0)
 
 
-def test_pictures_that_need_converting_are_shown_and_counted(tmp_path):
+def test_images_that_need_converting_are_shown_and_counted(tmp_path):
     deep = encoded(Image.fromarray(np.full((9, 9), 9000, np.uint16)))
     path = write_shard(
         tmp_path / "a.tar",

@@ -87,28 +87,28 @@ def test_sidecars_may_lie_in_a_folder_of_their_own(tmp_path):
     assert [file.name for file in (tmp_path / "shards").iterdir()] == ["00000.tar"]  # the index is not here either
 
 
-def regions_missing(path: Path, masks: dict, pictures: dict) -> None:
+def regions_missing(path: Path, masks: dict, images: dict) -> None:
     pass
 
 
-def regions_torn(path: Path, masks: dict, pictures: dict) -> None:
-    sidecar = write_regions(path, masks, pictures)
+def regions_torn(path: Path, masks: dict, images: dict) -> None:
+    sidecar = write_regions(path, masks, images)
     sidecar.write_bytes(b"")
 
 
-def regions_without_the_key(path: Path, masks: dict, pictures: dict) -> None:
+def regions_without_the_key(path: Path, masks: dict, images: dict) -> None:
     write_regions(path, {"other": []}, {"other": b""})
 
 
-def regions_of_another_picture(path: Path, masks: dict, pictures: dict) -> None:
-    write_regions(path, masks, dict.fromkeys(pictures, b"another"))
-    os.utime(path, ns=(0, 0))  # the tar was written anew; while it is the same, its pictures are not looked at
+def regions_of_another_image(path: Path, masks: dict, images: dict) -> None:
+    write_regions(path, masks, dict.fromkeys(images, b"another"))
+    os.utime(path, ns=(0, 0))  # the tar was written anew; while it is the same, its images are not looked at
 
 
-def regions_broken(path: Path, masks: dict, pictures: dict) -> None:
+def regions_broken(path: Path, masks: dict, images: dict) -> None:
     packed, shard_examples.pack_mask = shard_examples.pack_mask, lambda mask: b"?"
     try:
-        write_regions(path, masks, pictures)
+        write_regions(path, masks, images)
     finally:
         shard_examples.pack_mask = packed
 
@@ -119,11 +119,11 @@ def regions_broken(path: Path, masks: dict, pictures: dict) -> None:
         (regions_missing, "regions/no_sidecar"),
         (regions_torn, "regions/unusable_sidecar"),
         (regions_without_the_key, "regions/no_row"),
-        (regions_of_another_picture, "regions/stale"),
+        (regions_of_another_image, "regions/stale"),
         (regions_broken, "regions/broken"),
     ],
 )
-def test_a_picture_without_its_masks_gets_random_boxes_and_is_counted(tmp_path, make, fault):
+def test_a_image_without_its_masks_gets_random_boxes_and_is_counted(tmp_path, make, fault):
     (path,) = write_samples(tmp_path, [4])
     names = [f"s{number:04d}" for number in range(4)]
     make(path, {key: [block(0, 0, 1, 1)] for key in names}, {key: dict(sample(key))[f"{key}.png"] for key in names})
@@ -136,10 +136,10 @@ def test_a_picture_without_its_masks_gets_random_boxes_and_is_counted(tmp_path, 
         loader([path], segments=True, strict=True).batch(0)
 
 
-def test_pictures_that_did_not_change_keep_their_masks_when_their_tar_is_written_anew(tmp_path):
+def test_images_that_did_not_change_keep_their_masks_when_their_tar_is_written_anew(tmp_path):
     (path,) = write_samples(tmp_path, [4])
     names = [f"s{number:04d}" for number in range(4)]
-    pictures = {key: dict(sample(key))[f"{key}.png"] for key in names}
-    write_regions(path, {key: [block(0, 0, 1, 1)] for key in names}, pictures)
+    images = {key: dict(sample(key))[f"{key}.png"] for key in names}
+    write_regions(path, {key: [block(0, 0, 1, 1)] for key in names}, images)
     os.utime(path, ns=(0, 0))
     assert loader([path], segments=True, regions=1).batch(0).counts == {}

@@ -71,7 +71,7 @@ def test_a_caption_that_was_edited_is_stale_and_a_key_without_a_row_is_said_so(t
     assert trees.fallback("four", CAPTION) is None
 
 
-def test_masks_come_back_by_key_and_picture(tmp_path):
+def test_masks_come_back_by_key_and_image(tmp_path):
     masks = [np.arange(GRID)[:, None] + np.arange(GRID) < size for size in (10, 50)]
     regions = read_regions(write_regions(tmp_path / "0.regions.parquet", masks))
     np.testing.assert_array_equal(regions.masks("one"), masks)

@@ -22,7 +22,7 @@ def extents(path, index) -> dict[str, bytes]:
     data = path.read_bytes()
     found = {}
     for number, key in enumerate(index.keys):
-        offset, size = index.picture(number)
+        offset, size = index.image(number)
         found[f"{key}.png"] = data[offset : offset + size]
         for (offset, size), suffix in index.caption_files(number):
             found[f"{key}.{suffix}"] = data[offset : offset + size]
@@ -66,12 +66,12 @@ def test_a_size_that_only_a_pax_record_tells_is_read(tmp_path):
     assert make_index(path).keys == ["one"]
 
 
-def test_samples_without_a_picture_or_a_caption_are_left_out_and_counted(tmp_path):
-    members = [("a.txt", "no picture"), *sample("b"), ("c.png", b"x"), ("d.png", b"x"), ("d.txt", b""), ("e.png", b"")]
-    members += [("e.txt", "an empty picture"), ("f.gif", b"x"), ("f.txt", "not a picture's suffix")]
+def test_samples_without_a_image_or_a_caption_are_left_out_and_counted(tmp_path):
+    members = [("a.txt", "no image"), *sample("b"), ("c.png", b"x"), ("d.png", b"x"), ("d.txt", b""), ("e.png", b"")]
+    members += [("e.txt", "an empty image"), ("f.gif", b"x"), ("f.txt", "not an image's suffix")]
     index = make_index(write_shard(tmp_path / "a.tar", members))
     assert index.keys == ["b"]
-    assert index.info.left_out == {"no picture": 3, "no caption": 2}
+    assert index.info.left_out == {"no image": 3, "no caption": 2}
 
 
 @given(st.data())
@@ -96,7 +96,7 @@ def test_damage_is_said_not_raised(tmp_path):
     other.write_bytes(b"<html>not found</html>" * 100)
     (path,) = write_samples(tmp_path, [3])
     data = bytearray(path.read_bytes())
-    second = make_index(path).picture(1).offset - 512
+    second = make_index(path).image(1).offset - 512
     data[second : second + 512] = b"\xff" * 512
     hole.write_bytes(data)
     found = {one.stem: make_index(one).info for one in (empty, other, hole)}

@@ -88,9 +88,9 @@ def test_preprocessing_survives_the_round_trip(tmp_path):
     model, preprocess, _ = load(tmp_path / "theirs")
     save(model, tmp_path / "ours")
     _, _, theirs = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'ours'}")
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8))
-    assert preprocess(picture).shape == (3, 32, 48)
-    assert torch.equal(preprocess(picture), theirs(picture))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8))
+    assert preprocess(image).shape == (3, 32, 48)
+    assert torch.equal(preprocess(image), theirs(image))
     assert list(model.clip.visual.preprocess_cfg["mean"]) == [0.5, 0.5, 0.5]
 
 

@@ -27,8 +27,8 @@ def tiny_model(seed: int = 0) -> tuple[DualEncoder, CaptionTokenizer]:
     return encoder, CaptionTokenizer(tokenizer_for(encoder))
 
 
-def picture(path: Path, seed: int, size: tuple[int, int] = (40, 36)) -> Path:
-    """Coarse noise: pictures that a model tells apart."""
+def image(path: Path, seed: int, size: tuple[int, int] = (40, 36)) -> Path:
+    """Coarse noise: images that a model tells apart."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST).save(path)
@@ -38,14 +38,14 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (40, 36)) -> Path:
 def class_folders(folder: Path, each: int = 6, classes: list[str] = CLASSES) -> Path:
     for label, name in enumerate(classes):
         for number in range(each + label % 3):
-            picture(folder / name.replace(" ", "_") / f"{number}.png", 100 * label + number)
+            image(folder / name.replace(" ", "_") / f"{number}.png", 100 * label + number)
     return folder
 
 
 def caption_table(folder: Path, count: int = 30) -> Path:
     lines = ["image,caption"]
     for number in range(count):
-        name = picture(folder / "photos" / f"{number}.png", 1000 + number).relative_to(folder)
+        name = image(folder / "photos" / f"{number}.png", 1000 + number).relative_to(folder)
         lines += [f'{name},"a {CLASSES[number % 7]}, number {number}, view {view}"' for view in range(1 + number % 3)]
     path = folder / "captions.csv"
     path.write_text("\n".join(lines) + "\n")
@@ -56,7 +56,7 @@ def winoground(folder: Path, items: int = 20) -> Path:
     lines = []
     for number in range(items):
         for side in (0, 1):
-            picture(folder / "images" / f"ex_{number}_img_{side}.png", 2000 + 2 * number + side)
+            image(folder / "images" / f"ex_{number}_img_{side}.png", 2000 + 2 * number + side)
         one, two = CLASSES[number % 7], CLASSES[(number + 1 + number // 7) % 7]
         item = {"caption_0": f"a {one} on a {two}", "caption_1": f"a {two} on a {one}"}
         item |= {f"image_{side}": f"ex_{number}_img_{side}" for side in (0, 1)}
@@ -69,7 +69,7 @@ def sugarcrepe(folder: Path, items: int = 24) -> Path:
     for kind in ("replace_obj", "swap_att"):
         rows = {}
         for number in range(items):
-            name = picture(folder / "val2017" / f"{number % 10}.png", 3000 + number % 10).name
+            name = image(folder / "val2017" / f"{number % 10}.png", 3000 + number % 10).name
             caption, negative = f"a {CLASSES[number % 7]} and a {kind}", f"a {CLASSES[(number + 2) % 7]} and a {kind}"
             rows[str(number)] = {"filename": name, "caption": caption, "negative_caption": negative}
         (folder / f"{kind}.json").write_text(json.dumps(rows))

@@ -15,7 +15,7 @@ from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.images import FilePictures
+from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.paper_tables import build_tables
 from powerclip.evaluate.runner import evaluate, jobs_for_paths
 from powerclip.evaluate.scenes import evaluate_scenes
@@ -84,7 +84,7 @@ def test_a_phrase_that_names_several_things_may_hit_any_of_them(model, tmp_path)
 def test_a_box_between_the_centres_of_patches_is_counted_as_out_of_reach(model, tmp_path, capsys):
     path = write(tmp_path, [item(box=[0, 0, 1, 1]), item()])
     done = evaluate(*model, jobs_for_paths([], [path]), tmp_path / "out", model="tiny")
-    assert done.results["boxes"][0]["powerclip"]["counts"] == {"pictures": 1, "phrases": 2, "too small": 1}
+    assert done.results["boxes"][0]["powerclip"]["counts"] == {"images": 1, "phrases": 2, "too small": 1}
     assert "1 of 2 boxes lie between the centres of patches" in capsys.readouterr().out
 
 
@@ -96,12 +96,12 @@ def test_the_result_stands_beside_the_others_and_in_no_table_of_the_paper(model,
     assert [table.key for table in build_tables([record])] == ["own"]
 
 
-def test_a_damaged_picture_is_counted_and_too_many_fail_the_file(model, tmp_path):
+def test_a_damaged_image_is_counted_and_too_many_fail_the_file(model, tmp_path):
     items = [item(image=f"{number}.png") for number in range(2)]
     path = write(tmp_path, items)
     picture(tmp_path / "0.png", 0)
-    (tmp_path / "1.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"1 of 2 pictures cannot be read.*1\.png"):
+    (tmp_path / "1.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"1 of 2 images cannot be read.*1\.png"):
         read_boxes(path).score(Embedder(*model))
 
 
@@ -122,10 +122,10 @@ def test_a_damaged_picture_is_counted_and_too_many_fail_the_file(model, tmp_path
         ([item(box=[1, 2, 3])], "left, top, right and bottom"),
         ([item(box=[1, 2, 10**400, 4])], "left, top, right and bottom"),
         ([item(box=[20, 10, 5, 5])], "not a width and a height"),
-        ([item(box=[50, 2, 60, 9])], "outside its picture of 40 × 20 pixels"),
+        ([item(box=[50, 2, 60, 9])], "outside its image of 40 × 20 pixels"),
         ([item(boxes=[[1, 2, 3, 4]])], "give 'box', or 'boxes'"),
         ([{key: value for key, value in item(boxes=[]).items() if key != "box"}], "at least one box"),
-        ([item(image="cat.png")], "1 pictures that are not there, the first is"),
+        ([item(image="cat.png")], "1 images that are not there, the first is"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_that_names_the_item(items, message, tmp_path):
@@ -149,8 +149,8 @@ def test_a_file_that_is_not_there_or_no_json_is_said_so(tmp_path):
         read_boxes(tmp_path / "boxes.json")
 
 
-def test_the_whole_picture_is_seen_and_not_its_middle(model, tmp_path):
-    # Two wide pictures that differ at their left edge alone, where a centre crop would not look.
+def test_the_whole_image_is_seen_and_not_its_middle(model, tmp_path):
+    # Two wide images that differ at their left edge alone, where a centre crop would not look.
     paths = []
     for shade in (0, 255):
         pixels = np.full((20, 60, 3), 128, dtype=np.uint8)
@@ -158,6 +158,6 @@ def test_the_whole_picture_is_seen_and_not_its_middle(model, tmp_path):
         paths.append(tmp_path / f"{shade}.png")
         Image.fromarray(pixels).save(paths[-1])
     seen = {}
-    Embedder(*model).patches(FilePictures(paths), lambda places, found: seen.update(zip(places, found, strict=True)))
+    Embedder(*model).patches(FileImages(paths), lambda places, found: seen.update(zip(places, found, strict=True)))
     assert list(seen) == [0, 1]
     assert not torch.allclose(seen[0], seen[1], atol=1e-3)

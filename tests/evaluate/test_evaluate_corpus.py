@@ -1,4 +1,4 @@
-"""Retrieval on a corpus: whole pictures and all captions, and a model that sees colours finds them."""
+"""Retrieval on a corpus: whole images and all captions, and a model that sees colours finds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import build
 from powerclip.evaluate.corpus import evaluate_corpus
-from powerclip.evaluate.embeddings import embed_pictures, embed_texts
+from powerclip.evaluate.embeddings import embed_images, embed_texts
 
 CONFIG = {
     "embed_dim": 16,
@@ -32,7 +32,7 @@ def tokenizer():
 
 
 class Seer(torch.nn.Module):
-    """Embeds a picture by its mean colour, and a caption by the mean colour of the picture that it belongs to."""
+    """Embeds an image by its mean colour, and a caption by the mean colour of the image that it belongs to."""
 
     image_size = (16, 16)
 
@@ -54,7 +54,7 @@ class Seer(torch.nn.Module):
         return normalize(torch.stack(rows), dim=-1)
 
 
-def test_a_model_that_knows_every_pictures_colour_finds_all(mini_corpus, tokenizer):
+def test_a_model_that_knows_every_images_colour_finds_all(mini_corpus, tokenizer):
     corpus = read_corpus([mini_corpus / "val-000.tar"], 20)
     mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
     colours = {
@@ -72,9 +72,9 @@ def test_embeddings_are_the_encoders_own_whatever_the_batch(encoder, tokenizer, 
     images = torch.randint(0, 256, (4, 3, 40, 50), generator=torch.Generator().manual_seed(0)).byte()
     with torch.inference_mode():
         encoder.eval()
-        whole = embed_texts(encoder, tokenizer, texts), embed_pictures(encoder, images)
+        whole = embed_texts(encoder, tokenizer, texts), embed_images(encoder, images)
         monkeypatch.setattr("powerclip.evaluate.embeddings.BATCH", 3)
-        parts = embed_texts(encoder, tokenizer, texts), embed_pictures(encoder, images)
+        parts = embed_texts(encoder, tokenizer, texts), embed_images(encoder, images)
         direct = encoder.encode_text(tokenizer.pad([tokenizer.encode(text).ids for text in texts], full=True))
     for one, other in zip(whole, parts, strict=True):
         assert torch.allclose(one, other, atol=1e-5)

@@ -25,18 +25,18 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory):
-    path = tmp_path_factory.mktemp("picture") / "scene.png"
+def image(tmp_path_factory):
+    path = tmp_path_factory.mktemp("image") / "scene.png"
     Image.fromarray(render(test_scenes(1, 0), 48)[0].permute(1, 2, 0).numpy()).save(path)
     return path
 
 
-def test_a_caption_with_its_tree_becomes_one_picture_in_a_new_folder(model, picture, tmp_path):
+def test_a_caption_with_its_tree_becomes_one_image_in_a_new_folder(model, image, tmp_path):
     target = tmp_path / "deep" / "down" / "out.png"
-    assert ground(picture, CAPTION, model, target, BRACKETS) == target
+    assert ground(image, CAPTION, model, target, BRACKETS) == target
     with Image.open(target) as made:
         made.load()
-        # The picture, the caption and its four phrases stand side by side.
+        # The image, the caption and its four phrases stand side by side.
         assert made.width > 5 * made.height / 2
     assert [path.name for path in target.parent.iterdir()] == ["out.png"]
 
@@ -67,7 +67,7 @@ def test_phrases_beyond_the_context_length_are_left_out():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_path": "missing.png"}, "no picture at missing.png"),
+        ({"image_path": "missing.png"}, "no image at missing.png"),
         ({"image_path": "."}, "is a folder"),
         ({"caption": " … "}, "no word"),
         ({"brackets": "(NP a dog"}, "does not bracket"),
@@ -76,9 +76,9 @@ def test_phrases_beyond_the_context_length_are_left_out():
         ({"output": "out.jpg"}, "end in .png"),
     ],
 )
-def test_bad_input_is_one_clear_line_before_any_model_is_loaded(change, message, picture, tmp_path, monkeypatch):
+def test_bad_input_is_one_clear_line_before_any_model_is_loaded(change, message, image, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = {"image_path": picture, "caption": CAPTION, "model": "no-such-model", "output": "out.png", **change}
+    arguments = {"image_path": image, "caption": CAPTION, "model": "no-such-model", "output": "out.png", **change}
     with pytest.raises(UserError, match=message) as caught:
         ground(**arguments)
     assert "\n" not in str(caught.value)
@@ -86,27 +86,27 @@ def test_bad_input_is_one_clear_line_before_any_model_is_loaded(change, message,
 
 
 @pytest.mark.parametrize("content", [b"", b"plain text", b"\x89PNG\r\n\x1a\n and then nonsense"])
-def test_a_file_that_is_no_picture_is_named(content, tmp_path):
+def test_a_file_that_is_no_image_is_named(content, tmp_path):
     path = tmp_path / "fake.jpg"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"fake\.jpg"):
         ground(path, CAPTION, "no-such-model", tmp_path / "out.png")
 
 
-def test_a_picture_that_was_cut_short_is_named(picture, tmp_path):
+def test_a_image_that_was_cut_short_is_named(image, tmp_path):
     path = tmp_path / "cut.png"
-    path.write_bytes(picture.read_bytes()[:-200])
+    path.write_bytes(image.read_bytes()[:-200])
     with pytest.raises(UserError, match=r"cut\.png"):
         ground(path, CAPTION, "no-such-model", tmp_path / "out.png")
 
 
-def test_an_output_below_a_file_is_refused(picture, tmp_path):
+def test_an_output_below_a_file_is_refused(image, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file, not a folder"):
-        ground(picture, CAPTION, "no-such-model", tmp_path / "file" / "out.png")
+        ground(image, CAPTION, "no-such-model", tmp_path / "file" / "out.png")
 
 
-def test_models_stand_below_each_other_and_captions_follow(model, picture, tmp_path, monkeypatch):
+def test_models_stand_below_each_other_and_captions_follow(model, image, tmp_path, monkeypatch):
     drawn = []
     from powerclip.report import heatmaps as figures
 
@@ -115,13 +115,13 @@ def test_models_stand_below_each_other_and_captions_follow(model, picture, tmp_p
     torch.manual_seed(1)
     other = save(build(config=load(model)[0].config), tmp_path / "other")
     captions = ["a dog on a red chair", "a dog on a blue chair"]
-    ground(picture, captions, [model, other], tmp_path / "out.png")
+    ground(image, captions, [model, other], tmp_path / "out.png")
     assert [(row.name, row.continues) for row in drawn] == [("tiny", False), ("other", True)] * 2
     assert [row.panels[0].phrase for row in drawn[::2]] == captions
     first, second = (row.panels[0].values for row in drawn[:2])
     assert not torch.allclose(first, second)
 
 
-def test_trees_are_one_for_each_caption(picture, tmp_path):
+def test_trees_are_one_for_each_caption(image, tmp_path):
     with pytest.raises(UserError, match="2 captions, but 1 trees"):
-        ground(picture, [CAPTION, CAPTION], "no-such-model", tmp_path / "out.png", [BRACKETS])
+        ground(image, [CAPTION, CAPTION], "no-such-model", tmp_path / "out.png", [BRACKETS])

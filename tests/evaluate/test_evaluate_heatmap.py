@@ -36,7 +36,7 @@ def test_similarity_is_the_cosine_of_each_patch_with_its_query():
             torch.testing.assert_close(ours[t, n], cosine_similarity(patches[t, n], queries[t], dim=0))
 
 
-def test_one_picture_serves_many_queries():
+def test_one_image_serves_many_queries():
     patches, queries = torch.randn(5, 8), torch.randn(3, 8)
     torch.testing.assert_close(
         patch_similarity(patches[None], queries), patch_similarity(patches.expand(3, 5, 8), queries)

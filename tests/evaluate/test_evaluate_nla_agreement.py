@@ -93,11 +93,11 @@ def test_a_models_own_embeddings_are_studied_beside_random_ones(model, tmp_path)
     assert both[1].at(0.001, 0.5).t2r.r > 0.999
     written = json.loads((tmp_path / "out" / "nla.json").read_text())
     assert [len(one["points"]) for one in written["studies"]] == [15, 15]
-    with Image.open(tmp_path / "out" / "nla.png") as picture:
-        two = picture.height
+    with Image.open(tmp_path / "out" / "nla.png") as image:
+        two = image.height
     analyse(tmp_path / "alone", batches=1, count=4, regions=4)
-    with Image.open(tmp_path / "alone" / "nla.png") as picture:
-        assert two == 2 * picture.height  # a line of panels for each source
+    with Image.open(tmp_path / "alone" / "nla.png") as image:
+        assert two == 2 * image.height  # a line of panels for each source
     assert len(lines(both[0])) == 17
 
 
@@ -120,7 +120,7 @@ def test_pairs_of_shards_are_studied_in_place_of_scenes(model, tmp_path):
     parsed, flat = photographs(str(folder / "trees.tsv")), photographs(None)
     assert parsed.source == f"{model}, train-000.tar … train-001.tar"
     assert parsed.pairs == 12
-    assert said == ["train-000.tar … train-001.tar: 12 pictures, 18 captions"] * 2
+    assert said == ["train-000.tar … train-001.tar: 12 images, 18 captions"] * 2
     assert not torch.equal(parsed.exact, flat.exact)  # "a wall number 7" is a phrase in one only
 
 
@@ -147,7 +147,7 @@ def test_vectors_of_shards_are_those_that_training_sees(model, tmp_path):
         ({"model": "{model}", "trees": "{folder}/trees.tsv"}, "--trees belong to the captions of --shards"),
         ({"model": "{model}", "shards": "{folder}/no-*.tar"}, "--shards: nothing matches"),
         ({"model": "{model}", "shards": "{folder}/val-000.tar", "trees": "{folder}/no.tsv"}, "--trees: no file"),
-        ({"model": "{model}", "shards": "{folder}/val-000.tar"}, "has 6 pictures .* need 16: ask for --batches 1"),
+        ({"model": "{model}", "shards": "{folder}/val-000.tar"}, "has 6 images .* need 16: ask for --batches 1"),
         ({"model": "{model}", "shards": "{folder}/val-000.tar", "count": 8}, "need 32: name more shards"),
     ],
 )

@@ -47,7 +47,7 @@ def results(folder: Path) -> dict[str, list[tuple[str, dict[str, float]]]]:
 
 def test_two_processes_give_the_numbers_of_one(tmp_path):
     powerclip.save(tiny_model()[0], tmp_path / "model")
-    # More pictures than one chunk and more texts than one batch: both ranks have work.
+    # More images than one chunk and more texts than one batch: both ranks have work.
     animals, table, crepe = (
         class_folders(tmp_path / "animals", 75),
         caption_table(tmp_path / "table", 150),
@@ -94,8 +94,8 @@ def test_the_shares_of_the_ranks_are_the_whole(tmp_path, monkeypatch):
     task, model = read_path(caption_table(tmp_path)), tiny_model()
     whole = Embedder(*model)
     shares = [Embedder(*model, ranks=Ranks(rank, 3)) for rank in range(3)]
-    vectors, readable = whole.pictures(task.pictures)
-    parts = [share.pictures(task.pictures) for share in shares]
+    vectors, readable = whole.images(task.images)
+    parts = [share.images(task.images) for share in shares]
     assert torch.equal(torch.stack([part for part, _ in parts]).sum(0), vectors)
     assert torch.equal(torch.stack([mask for _, mask in parts]).sum(0), readable.long())
     texts = torch.stack([share.texts(task.captions) for share in shares])

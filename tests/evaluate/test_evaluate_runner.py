@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from benchmark_examples import CLASSES, caption_table, class_folders, picture, sugarcrepe, tiny_model, winoground
+from benchmark_examples import CLASSES, caption_table, class_folders, image, sugarcrepe, tiny_model, winoground
 from mini_corpus import write_shard
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from powerclip.evaluate import embedder as embedding
 from powerclip.evaluate import runner as suite_run
 from powerclip.evaluate.command import evaluate_model
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.images import FilePictures
+from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.runner import evaluate, jobs_for_paths, jobs_for_suite, read_records
 from powerclip.evaluate.suites import BENCHMARKS, choose
@@ -37,7 +37,7 @@ def webdataset(folder, labels="cls", split="test"):
     """clip-benchmark's layout."""
     members = []
     for number in range(14):
-        content = picture(folder / "drawn.png", number).read_bytes()
+        content = image(folder / "drawn.png", number).read_bytes()
         members.append((f"s{number:04d}.png", content))
         if labels == "cls":
             members.append((f"s{number:04d}.cls", str(number % 7)))
@@ -58,7 +58,7 @@ def webdataset(folder, labels="cls", split="test"):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """How many pictures the image tower has read."""
+    """How many images the image tower has read."""
     counts = []
     original = DualEncoder.encode_image
 
@@ -70,7 +70,7 @@ def encoded(monkeypatch):
     return counts
 
 
-def test_tars_are_recognised_by_what_lies_beside_their_pictures(tmp_path):
+def test_tars_are_recognised_by_what_lies_beside_their_images(tmp_path):
     by_class = read_path(webdataset(tmp_path / "cls"))
     assert isinstance(by_class, Classification)
     assert by_class.labels.tolist() == [number % 7 for number in range(14)]
@@ -82,21 +82,21 @@ def test_tars_are_recognised_by_what_lies_beside_their_pictures(tmp_path):
     assert captions.captions[2:4] == ["a bear", "number 1"]
 
 
-def test_a_picture_in_a_tar_is_the_picture_in_its_file(model, tmp_path):
+def test_a_image_in_a_tar_is_the_image_in_its_file(model, tmp_path):
     task = read_path(webdataset(tmp_path / "wds"))
-    files = FilePictures([picture(tmp_path / "files" / f"{number}.png", number) for number in range(14)])
+    files = FileImages([image(tmp_path / "files" / f"{number}.png", number) for number in range(14)])
     embedder = Embedder(*model)
-    assert torch.equal(embedder.pictures(task.pictures).vectors, embedder.pictures(files).vectors)
+    assert torch.equal(embedder.images(task.images).vectors, embedder.images(files).vectors)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", "image,caption\n", "no rows"),
-        ("a.csv", "image,caption\ngone.png,a dog\n", r"1 pictures that are not there.*gone\.png"),
+        ("a.csv", "image,caption\ngone.png,a dog\n", r"1 images that are not there.*gone\.png"),
         ("a.csv", "image,caption\ngone.png\n", "line 2"),
         ("a.json", "{", "not a JSON file"),
-        ("a.json", '{"0": {"filename": "gone.png", "caption": "a", "negative_caption": "b"}}', "none of the pictures"),
+        ("a.json", '{"0": {"filename": "gone.png", "caption": "a", "negative_caption": "b"}}', "none of the images"),
         ("a.json", '[{"filename": "a.png", "caption": null, "negative_caption": "b"}]', "item 0: kind, caption and"),
         ("a.tar", "no tar", "cannot be read"),
         ("a.txt", "", "not a benchmark"),
@@ -116,7 +116,7 @@ def test_data_that_cannot_be_used_is_one_clear_line(name, content, message, tmp_
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000], ids=["torn", "nested"])
 def test_captions_in_a_tar_that_cannot_be_read_are_one_clear_line(tmp_path, content):
-    drawn = picture(tmp_path / "drawn.png", 0).read_bytes()
+    drawn = image(tmp_path / "drawn.png", 0).read_bytes()
     with pytest.raises(UserError, match=r"0\.tar cannot be read") as caught:
         read_path(write_shard(tmp_path / "0.tar", [("a.png", drawn), ("a.json", content)]))
     assert "\n" not in str(caught.value)
@@ -149,7 +149,7 @@ def saved(array):
     ],
 )
 def test_labels_that_do_not_fit_are_named(first, second, message, tmp_path):
-    drawn = picture(tmp_path / "drawn.png", 0).read_bytes()
+    drawn = image(tmp_path / "drawn.png", 0).read_bytes()
     members = [("a.png", drawn), (f"a.{first[0]}", first[1]), ("b.png", drawn), (f"b.{second[0]}", second[1])]
     (tmp_path / "classnames.txt").write_text("cat\ndog\n")
     with pytest.raises(UserError, match=message):
@@ -157,7 +157,7 @@ def test_labels_that_do_not_fit_are_named(first, second, message, tmp_path):
 
 
 def test_half_a_character_in_a_caption_is_embedded_like_any_other(model, tmp_path):
-    picture(tmp_path / "a.png", 0)
+    image(tmp_path / "a.png", 0)
     (tmp_path / "a.json").write_text('[{"filename": "a.png", "caption": "a \\ud83d", "negative_caption": "b"}]')
     assert evaluate(*model, jobs_for_paths([tmp_path / "a.json"]), tmp_path / "out", model="tiny", quiet=True).results
 
@@ -191,7 +191,7 @@ def test_results_have_clip_benchmarks_schema_one_file_for_each_dataset(model, tm
     assert [one["dataset"] for one in read_records(output / "crepe.json")] == ["crepe/replace_obj", "crepe/swap_att"]
 
 
-def test_embeddings_are_computed_once_for_the_same_pictures_and_weights(model, encoded, tmp_path):
+def test_embeddings_are_computed_once_for_the_same_images_and_weights(model, encoded, tmp_path):
     folder, output = class_folders(tmp_path / "animals", 2), tmp_path / "results"
     first = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
     total = sum(encoded)
@@ -199,7 +199,7 @@ def test_embeddings_are_computed_once_for_the_same_pictures_and_weights(model, e
     again = evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
     assert sum(encoded) == total
     assert again.results["animals"][0]["metrics"] == first.results["animals"][0]["metrics"]
-    picture(folder / "bear" / "0.png", 77)  # another picture under the same name
+    image(folder / "bear" / "0.png", 77)  # another image under the same name
     evaluate(*model, jobs_for_paths([folder]), output, model="tiny", quiet=True)
     assert sum(encoded) == 2 * total
     evaluate(*tiny_model(1), jobs_for_paths([folder]), output, model="other", quiet=True)
@@ -256,7 +256,7 @@ def test_an_interrupted_suite_goes_on_where_it_stopped(model, encoded, tmp_path,
     assert sum(encoded) == 14  # of the second alone
     assert capsys.readouterr().out.count("(finished before)") == 1
     evaluate(*tiny_model(3), jobs, output, model="tiny", quiet=True)
-    assert sum(encoded) == 28  # other weights: anew, once for the pictures that both share
+    assert sum(encoded) == 28  # other weights: anew, once for the images that both share
 
 
 def test_a_linear_probe_reads_both_splits(model, tmp_path):
@@ -282,7 +282,7 @@ def test_imagenet_subsets_have_their_own_classes_and_not_the_thousand(name, mode
     ends, names = SUBSETS[name]
     between = [wnid for wnid in builder.all_imagenet_wordnet_ids if ends[0] < wnid < ends[1]][:198]
     for number, wnid in enumerate([ends[0], *between, ends[1]]):
-        picture(tmp_path / name / wnid / "0.png", number, (8, 8))
+        image(tmp_path / name / wnid / "0.png", number, (8, 8))
     (job,) = jobs_for_suite(choose("robustness", [name]), tmp_path)
     task = job.find()
     assert len(task.classes) == 200
@@ -290,13 +290,13 @@ def test_imagenet_subsets_have_their_own_classes_and_not_the_thousand(name, mode
     assert task.labels.tolist() == list(range(200))
     assert len(task.templates) == 80
     done = evaluate(*model, [job], tmp_path / "out", model="tiny", quiet=True)
-    assert done.results[name][0]["powerclip"]["counts"] == {"pictures": 200, "classes": 200}
+    assert done.results[name][0]["powerclip"]["counts"] == {"images": 200, "classes": 200}
 
 
 def test_wordnet_numbers_stand_for_imagenets_classes(tmp_path):
     pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
     for number, wnid in enumerate(("n01440764", "n01443537")):
-        picture(tmp_path / "folders" / wnid / "0.png", number)
+        image(tmp_path / "folders" / wnid / "0.png", number)
     folders = read_path(tmp_path / "folders")
     assert folders.classes == ["tench", "goldfish"]  # those that are there
     assert len(folders.templates) == 80
@@ -307,7 +307,7 @@ def test_wordnet_numbers_stand_for_imagenets_classes(tmp_path):
     write_shard(tmp_path / "other.tar", [("n01443537_7.png", content), ("n01443537_7.cls", "5")])
     with pytest.raises(UserError, match=r"classnames\.txt is missing"):  # labelled in another order
         read_path(tmp_path / "other.tar")
-    picture(tmp_path / "folders" / "n99999999" / "0.png", 3)
+    image(tmp_path / "folders" / "n99999999" / "0.png", 3)
     with pytest.raises(UserError, match="n99999999 is no class of ImageNet-1k"):
         read_path(tmp_path / "folders")
 
@@ -337,7 +337,7 @@ def test_a_killed_evaluation_goes_on_at_the_chunk_that_it_was_at(model, encoded,
     assert (output / "animals.json").is_file()
 
 
-def test_a_terminal_shows_how_many_pictures_are_embedded_and_a_log_does_not(model, tmp_path):
+def test_a_terminal_shows_how_many_images_are_embedded_and_a_log_does_not(model, tmp_path):
     folder = class_folders(tmp_path / "animals", 2)
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
@@ -351,7 +351,7 @@ def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path)
     pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra `eval` is not installed")
     lines = ["image,caption"]
     for number in range(12):
-        picture(tmp_path / "flickr8k" / f"{number}.jpg", number)
+        image(tmp_path / "flickr8k" / f"{number}.jpg", number)
         lines += [f"{number}.jpg,a {CLASSES[number % 7]}, view {view}" for view in range(2)]
     (tmp_path / "flickr8k" / "flickr8k_test_karpathy.txt").write_text("\n".join(lines))
     (tmp_path / "flickr30k").mkdir()
@@ -360,7 +360,7 @@ def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path)
         (voc / folder).mkdir(parents=True)
     (voc / "ImageSets" / "Main" / "aeroplane_test.txt").write_text("000001 -1\n000002 -1\n")
     for name, things in (("000001", ["dog", "person"]), ("000002", ["dog"])):
-        picture(voc / "JPEGImages" / f"{name}.jpg", int(name))
+        image(voc / "JPEGImages" / f"{name}.jpg", int(name))
         box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax></bndbox>"
         found = "".join(f"<object><name>{thing}</name>{box}</object>" for thing in things)
         (voc / "Annotations" / f"{name}.xml").write_text(f"<annotation>{found}</annotation>")
@@ -368,10 +368,10 @@ def test_original_folders_are_read_as_clip_benchmark_reads_them(model, tmp_path)
     done = evaluate(
         *model, jobs_for_suite(choose("paper", names), tmp_path), tmp_path / "out", model="tiny", quiet=True
     )
-    assert done.results["flickr8k"][0]["powerclip"]["counts"] == {"pictures": 12, "captions": 24}
+    assert done.results["flickr8k"][0]["powerclip"]["counts"] == {"images": 12, "captions": 24}
     assert not done.failed, done.failed
     assert list(done.missing) == ["flickr30k"], done.missing
-    assert done.results["voc2007_multilabel"][0]["powerclip"]["counts"] == {"pictures": 2, "classes": 20}
+    assert done.results["voc2007_multilabel"][0]["powerclip"]["counts"] == {"images": 2, "classes": 20}
     assert "does not hold flickr30k_test_karpathy.txt" in done.missing["flickr30k"]
 
 

@@ -32,34 +32,34 @@ def encoder():
     return build(config=CONFIG)
 
 
-def test_items_are_read_in_order_and_those_without_a_picture_counted(folder):
+def test_items_are_read_in_order_and_those_without_a_image_counted(folder):
     benchmark = read_sugarcrepe(folder)
-    assert [(item.kind, item.picture.name) for item in benchmark.items] == [
+    assert [(item.kind, item.image.name) for item in benchmark.items] == [
         ("replace_att", "red.png"),
         ("replace_att", "blue.png"),
         ("swap_obj", "red.png"),
     ]
     assert benchmark.items[0].negative == "a blue square"
     assert benchmark.missing == 1
-    assert benchmark.summary() == "3 comparisons (1 left out: their pictures are not there)"
+    assert benchmark.summary() == "3 comparisons (1 left out: their images are not there)"
 
 
-def test_pictures_may_lie_elsewhere(folder, tmp_path):
+def test_images_may_lie_elsewhere(folder, tmp_path):
     (folder / "images").rename(tmp_path / "val2017")
     assert read_sugarcrepe(folder, tmp_path / "val2017").missing == 1
-    with pytest.raises(UserError, match="none of the pictures"):
+    with pytest.raises(UserError, match="none of the images"):
         read_sugarcrepe(folder)
 
 
 def test_a_caption_is_preferred_when_it_scores_higher(folder, encoder, monkeypatch):
-    # Texts about blue and walls embed along one axis, others along another; the red picture along the second.
+    # Texts about blue and walls embed along one axis, others along another; the red image along the second.
     def text(_, tokens: torch.Tensor) -> torch.Tensor:
         blue, wall = (CaptionTokenizer().encode(word).ids[1] for word in ("blue", "wall"))
         first = ((tokens == blue) | (tokens[:, 2:3] == wall)).any(1).float()
         return torch.stack([first, 1 - first], 1)
 
     def image(_, images: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([[0.0, 1.0], [0.0, 1.0]])[: len(images)]  # both pictures look red
+        return torch.tensor([[0.0, 1.0], [0.0, 1.0]])[: len(images)]  # both images look red
 
     monkeypatch.setattr(type(encoder), "encode_text", text)
     monkeypatch.setattr(type(encoder), "encode_image", image)
@@ -87,8 +87,8 @@ def test_a_damaged_file_is_named(folder, content):
         read_sugarcrepe(folder)
 
 
-def test_a_damaged_picture_is_named(folder, encoder):
-    (folder / "images" / "blue.png").write_bytes(b"no picture")
+def test_a_damaged_image_is_named(folder, encoder):
+    (folder / "images" / "blue.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"blue\.png cannot be read"):
         evaluate_sugarcrepe(encoder, CaptionTokenizer(), read_sugarcrepe(folder))
 
@@ -98,7 +98,7 @@ def test_a_folder_without_its_files_is_refused(tmp_path):
         read_sugarcrepe(tmp_path)
 
 
-def test_the_published_items_whose_pictures_are_there_are_all_compared(real_data, encoder):
+def test_the_published_items_whose_images_are_there_are_all_compared(real_data, encoder):
     benchmark = read_sugarcrepe(real_data / "sugarcrepe")
     files = sorted((real_data / "sugarcrepe").glob("*.json"))
     listed = {path.stem: len(json.loads(path.read_text())) for path in files}

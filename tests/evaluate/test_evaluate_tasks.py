@@ -1,4 +1,4 @@
-"""Metrics: those of clip-benchmark's own evaluators, number for number, and what a damaged picture does to them."""
+"""Metrics: those of clip-benchmark's own evaluators, number for number, and what a damaged image does to them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from benchmark_examples import CLASSES, caption_table, class_folders, picture, sugarcrepe, tiny_model, winoground
+from benchmark_examples import CLASSES, caption_table, class_folders, image, sugarcrepe, tiny_model, winoground
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from powerclip.encoders import preprocess_for
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.images import FilePictures
+from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.probe import ProbeSettings, batches, train_probe
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import (
@@ -39,16 +39,16 @@ def embedder(model):
 
 
 class Listed(torch.utils.data.Dataset):
-    """Pictures and answers as clip-benchmark's evaluators expect them."""
+    """Images and answers as clip-benchmark's evaluators expect them."""
 
     def __init__(self, encoder, pictures, answers, classes=None):
-        self.prepare, self.pictures, self.answers, self.classes = preprocess_for(encoder), pictures, answers, classes
+        self.prepare, self.images, self.answers, self.classes = preprocess_for(encoder), pictures, answers, classes
 
     def __len__(self):
         return len(self.answers)
 
     def __getitem__(self, place):
-        found = self.pictures[place]
+        found = self.images[place]
         if isinstance(found, list):
             return torch.stack([self.load(one) for one in found]), self.answers[place]
         return self.load(found), self.answers[place]
@@ -83,8 +83,8 @@ def test_zero_shot_accuracy_is_clip_benchmarks(model, embedder, tmp_path, monkey
     reference = theirs("zeroshot_classification")
     monkeypatch.setattr(reference, "accuracy", top_shares)
     found = read_path(class_folders(tmp_path))
-    task = Classification(found.pictures, found.labels, CLASSES, TEMPLATES)
-    data = loader(Listed(model[0], found.pictures.paths, found.labels.tolist(), CLASSES))
+    task = Classification(found.images, found.labels, CLASSES, TEMPLATES)
+    data = loader(Listed(model[0], found.images.paths, found.labels.tolist(), CLASSES))
     expected = reference.evaluate(model[0], data, tokenize(model), CLASSES, TEMPLATES, "cpu", amp=False)
     ours = task.score(embedder).parts[""]
     assert ours == pytest.approx(expected)
@@ -95,10 +95,10 @@ def test_with_several_labels_it_is_clip_benchmarks_mean_average_precision(model,
     reference = theirs("zeroshot_classification")
     found = read_path(class_folders(tmp_path))
     labels = torch.rand(len(found.labels), 7, generator=torch.Generator().manual_seed(0)).gt(0.7).long()
-    labels[:, 3] = 0  # a class without any picture
-    data = loader(Listed(model[0], found.pictures.paths, list(labels), CLASSES))
+    labels[:, 3] = 0  # a class without any image
+    data = loader(Listed(model[0], found.images.paths, list(labels), CLASSES))
     expected = reference.evaluate(model[0], data, tokenize(model), CLASSES, TEMPLATES, "cpu", amp=False)
-    ours = Classification(found.pictures, labels, CLASSES, TEMPLATES).score(embedder).parts[""]
+    ours = Classification(found.images, labels, CLASSES, TEMPLATES).score(embedder).parts[""]
     assert ours == pytest.approx(expected)
 
 
@@ -111,10 +111,10 @@ def test_fewer_than_five_classes_have_no_top_five(embedder, tmp_path):
 def test_retrieval_is_clip_benchmarks(model, embedder, tmp_path):
     reference = theirs("zeroshot_retrieval")
     task = read_path(caption_table(tmp_path))
-    answers = [[] for _ in task.pictures.paths]
+    answers = [[] for _ in task.images.paths]
     for caption, owner in zip(task.captions, task.image_of_caption.tolist(), strict=True):
         answers[owner].append(caption)
-    data = loader(Listed(model[0], task.pictures.paths, answers), texts=True)
+    data = loader(Listed(model[0], task.images.paths, answers), texts=True)
     expected = reference.evaluate(model[0], data, tokenize(model), "cpu", amp=False, recall_k_list=[1, 5, 10])
     assert task.score(embedder).parts[""] == pytest.approx(expected)
 
@@ -122,11 +122,11 @@ def test_retrieval_is_clip_benchmarks(model, embedder, tmp_path):
 def test_on_flickr8k_retrieval_is_clip_benchmarks(model, embedder, real_data):
     reference = theirs("zeroshot_retrieval")
     task = read_path(real_data / "captions10k" / "test-000.tar")
-    prepare, answers = preprocess_for(model[0]), [[] for _ in task.pictures.members]
+    prepare, answers = preprocess_for(model[0]), [[] for _ in task.images.members]
     for caption, owner in zip(task.captions, task.image_of_caption.tolist(), strict=True):
         answers[owner].append(caption)
     assert (len(answers), len(task.captions)) == (1000, 5000)
-    pixels = [prepare(task.pictures.decode(task.pictures.read(place))) for place in range(1000)]
+    pixels = [prepare(task.images.decode(task.images.read(place))) for place in range(1000)]
     data = loader(list(zip(pixels, answers, strict=True)), texts=True)
     expected = reference.evaluate(model[0], data, tokenize(model), "cpu", amp=False, recall_k_list=[1, 5, 10])
     assert task.score(embedder).parts[""] == pytest.approx(expected)
@@ -136,7 +136,7 @@ def test_winoground_is_clip_benchmarks(model, embedder, tmp_path):
     reference = theirs("image_caption_selection")
     task = read_path(winoground(tmp_path))
     assert isinstance(task, CaptionPairs)
-    paths, captions = task.pictures.paths, task.captions
+    paths, captions = task.images.paths, task.captions
     pairs = [list(paths[at : at + 2]) for at in range(0, len(paths), 2)]
     texts = [captions[at : at + 2] for at in range(0, len(captions), 2)]
     data = loader(Listed(model[0], pairs, texts), texts=True)
@@ -152,7 +152,7 @@ def test_sugarcrepe_is_clip_benchmarks_kind_by_kind(model, embedder, tmp_path):
     assert list(found) == ["replace_obj", "swap_att"]
     for kind, ours in found.items():
         own = [place for place, name in enumerate(task.kinds) if name == kind]
-        pictures = [[task.pictures.paths[task.picture_of_item[place]]] for place in own]
+        pictures = [[task.images.paths[task.image_of_item[place]]] for place in own]
         texts = [[task.captions[place], task.negatives[place]] for place in own]
         data = loader(Listed(model[0], pictures, texts), texts=True)
         assert ours == pytest.approx(reference.evaluate(model[0], data, tokenize(model), "cpu", amp=False))
@@ -187,10 +187,10 @@ def test_the_linear_probe_learns_clip_benchmarks_weights(monkeypatch):
     torch.testing.assert_close(ours.bias, expected.bias)
 
 
-def test_a_linear_probe_learns_its_training_pictures(embedder, tmp_path):
+def test_a_linear_probe_learns_its_training_images(embedder, tmp_path):
     train, test = (read_path(class_folders(tmp_path / name, 4, CLASSES[:2])) for name in ("train", "test"))
     found = LinearProbe(train, test, ProbeSettings(epochs=300)).score(embedder)
-    assert found.parts[""]["lp_acc1"] == 1.0  # nine pictures in sixteen dimensions, the same in both sets
+    assert found.parts[""]["lp_acc1"] == 1.0  # nine images in sixteen dimensions, the same in both sets
     assert found.counts["trained on"] == len(train.labels)
 
 
@@ -205,25 +205,25 @@ def test_average_precision_by_hand():
     assert mean_average_precision(scores, torch.tensor([[1], [0], [1], [0]])) == pytest.approx((1 + 2 / 3) / 2)
 
 
-def test_one_damaged_picture_in_a_thousand_is_left_out_and_named(embedder, tmp_path):
-    good = [picture(tmp_path / f"{number}.png", number) for number in range(4)]
+def test_one_damaged_image_in_a_thousand_is_left_out_and_named(embedder, tmp_path):
+    good = [image(tmp_path / f"{number}.png", number) for number in range(4)]
     bad = tmp_path / "bad.png"
     bad.write_bytes(good[0].read_bytes()[:60])
     paths = [good[place % 4] for place in range(999)] + [bad]
     labels = torch.tensor([place % 4 for place in range(999)] + [0])
-    found = Classification(FilePictures(paths), labels, CLASSES[:4], TEMPLATES).score(embedder)
+    found = Classification(FileImages(paths), labels, CLASSES[:4], TEMPLATES).score(embedder)
     assert found.corrupt == (str(bad),)
-    assert found.counts["pictures"] == 999
+    assert found.counts["images"] == 999
 
 
-def test_more_damaged_pictures_fail_the_dataset_by_name(embedder, tmp_path):
+def test_more_damaged_images_fail_the_dataset_by_name(embedder, tmp_path):
     folder = class_folders(tmp_path)
-    (folder / "bear" / "1.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"1 of \d+ pictures cannot be read.*bear/1\.png"):
+    (folder / "bear" / "1.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"1 of \d+ images cannot be read.*bear/1\.png"):
         read_path(folder).score(embedder)
 
 
 def test_more_labels_than_class_names_are_refused(embedder, tmp_path):
     task = read_path(class_folders(tmp_path))
     with pytest.raises(UserError, match="7 classes, but 2 class names"):
-        Classification(task.pictures, task.labels, CLASSES[:2], TEMPLATES).score(embedder)
+        Classification(task.images, task.labels, CLASSES[:2], TEMPLATES).score(embedder)

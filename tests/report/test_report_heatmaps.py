@@ -55,10 +55,10 @@ def test_text_that_looks_like_mathematics_and_a_constant_heatmap_are_drawn():
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    target = tmp_path / "new" / "picture.png"
+    target = tmp_path / "new" / "image.png"
     write_atomic(target, b"old")
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write_atomic(target, b"new")
-    assert [path.name for path in target.parent.iterdir()] == ["picture.png"]
+    assert [path.name for path in target.parent.iterdir()] == ["image.png"]
     assert target.read_bytes() == b"old"

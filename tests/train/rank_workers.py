@@ -220,7 +220,7 @@ def lose_one(folder: Path) -> str:
 
 
 def embed(folder: Path, images: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What a shared encoder gives for five pictures and captions."""
+    """What a shared encoder gives for five images and captions."""
     encoder: DualEncoder = start(tiny(folder, *TOWERS)).encoder.eval()
     with join_ranks("cpu") as ranks, torch.inference_mode():
         shared = spread_encoder(encoder, ranks)

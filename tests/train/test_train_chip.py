@@ -36,7 +36,7 @@ def hand_count(length: int) -> float:
 
     pixels = 2 * 4 * (3 * 8 * 8) * 16
     projections = 2 * 5 * 16 * 16 + 2 * length * 8 * 16
-    # The pictures need no gradient of their own.
+    # The images need no gradient of their own.
     return 3 * (blocks(5, 16) + blocks(length, 8) + projections) + 2 * pixels
 
 
@@ -46,7 +46,7 @@ def test_operations_of_a_pair_are_those_that_a_hand_counts(tmp_path):
         assert found == pytest.approx(hand_count(length), rel=0.15)
 
 
-def test_a_masked_method_needs_fewer_operations_even_where_pictures_decide_how_many(tmp_path):
+def test_a_masked_method_needs_fewer_operations_even_where_images_decide_how_many(tmp_path):
     larger = [f"model.config.vision_cfg.{name}" for name in ("image_size=64", "width=64", "layers=4")]
     whole, *masked = (
         operations(tiny(tmp_path, f"objective={name}", *larger), 16) for name in ("clip", "flip", "e_clip")

@@ -45,7 +45,7 @@ def test_a_vocabulary_that_the_tokenizer_exceeds_is_refused_before_anything_is_w
     assert not (tmp_path / "run").exists()
 
 
-def test_scenes_for_a_model_whose_pictures_are_not_square_are_refused_before_anything_is_written(tmp_path):
+def test_scenes_for_a_model_whose_images_are_not_square_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=r"data\.source: scenes are square, .* 32×48 pixels"):
         train(tiny(tmp_path, "model.config.vision_cfg.image_size=[32, 48]"), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -109,7 +109,7 @@ def test_a_run_on_a_corpus_ends_with_its_scores(tmp_path, mini_corpus, objective
     assert written.seconds_per_step > 0
 
 
-def test_a_model_trained_on_squashed_pictures_says_so(tmp_path, mini_corpus):
+def test_a_model_trained_on_squashed_images_says_so(tmp_path, mini_corpus):
     import powerclip
 
     result = train(tiny(tmp_path, *corpus_settings(mini_corpus)), tmp_path / "run", quiet=True)

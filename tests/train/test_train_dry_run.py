@@ -110,7 +110,7 @@ def test_spans_are_told_in_their_own_unit(seconds, text):
     assert clock(seconds) == text
 
 
-def test_synthetic_pictures_have_the_shape_of_the_model(tmp_path):
+def test_synthetic_images_have_the_shape_of_the_model(tmp_path):
     recipe = tiny(tmp_path)
     batch = synthetic_batch(recipe, start(recipe).encoder, 3)
     assert batch.images.shape == (3, 3, 16, 16)

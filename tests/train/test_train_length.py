@@ -44,7 +44,7 @@ def test_a_length_that_is_none_is_refused(tmp_path, value):
 
 def test_without_a_number_of_samples_the_data_are_counted(tmp_path, mini_corpus):
     train(on_corpus(tmp_path, mini_corpus), tmp_path / "run", quiet=True)
-    assert read_results(tmp_path / "run" / "results.json").steps == 9  # 12 pictures, 3 batches of 4, 3 times
+    assert read_results(tmp_path / "run" / "results.json").steps == 9  # 12 images, 3 batches of 4, 3 times
     begun = parse_recipe((tmp_path / "run" / "recipe.yaml").read_text(), "snapshot")
     assert (begun.train.steps, begun.train.epochs) == (9, 3)
 

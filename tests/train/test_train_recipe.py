@@ -160,7 +160,7 @@ def test_a_recipe_that_is_not_there_is_refused_with_the_nearest_shipped_one(tmp_
 
 
 def test_a_binary_file_is_no_recipe(tmp_path):
-    path = tmp_path / "picture.yaml"
+    path = tmp_path / "image.yaml"
     path.write_bytes(b"\x89PNG\r\n\xff\xfe")
     assert "not a text file" in refused(path)
 

@@ -24,7 +24,7 @@ from annotate_examples import make_shards
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    """Two shards of pictures with discs, and their superpixels in `sidecars`."""
+    """Two shards of images with discs, and their superpixels in `sidecars`."""
     folder = tmp_path_factory.mktemp("photos")
     for shard in make_shards(folder, 2, samples=6):
         RegionAnnotator(Superpixels(most=6), folder / "sidecars").annotate(shard)
@@ -40,7 +40,7 @@ def test_a_corpus_with_masks_trains_on_them(tmp_path, shards, capsys):
     train(tiny(tmp_path, *settings(shards)), tmp_path / "masks")
     printed = capsys.readouterr().out.replace("\n", " ")
     assert f"{shards}/sidecars: " in printed
-    assert " masks of 12 pictures" in printed
+    assert " masks of 12 images" in printed
     train(tiny(tmp_path, *settings(shards)), tmp_path / "again", quiet=True)
     train(tiny(tmp_path, *settings(shards, "regions.kind=random")), tmp_path / "boxes", quiet=True)
     assert same_weights(tmp_path / "masks", tmp_path / "again")

@@ -27,11 +27,11 @@ from shard_examples import caption_of, sample, write_samples, write_trees
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    """Two shards of 9 and 8 samples, the first with trees; one picture is bad."""
+    """Two shards of 9 and 8 samples, the first with trees; one image is bad."""
     folder = tmp_path_factory.mktemp("shards")
     first, second = write_samples(folder, [9, 7])
     write_trees(first, {f"s{number:04d}": caption_of(f"s{number:04d}") for number in range(9)})
-    write_shard(second, [*sample("bad", b"no picture"), *(m for n in range(9, 16) for m in sample(f"s{n:04d}"))])
+    write_shard(second, [*sample("bad", b"no image"), *(m for n in range(9, 16) for m in sample(f"s{n:04d}"))])
     return folder
 
 
@@ -64,7 +64,7 @@ def test_a_run_counts_what_was_skipped_and_replaced(tmp_path, shards, capsys):
     recipe = tiny(tmp_path, *settings(shards, "train.steps=17", "train.log_every=5"))
     train(recipe, tmp_path / "run")
     rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert sum(row.get("bad/unreadable_picture", 0) for row in rows) == 4
+    assert sum(row.get("bad/unreadable_image", 0) for row in rows) == 4
     without = sum(row.get("trees/no_sidecar", 0) for row in rows)
     # Seven good samples of four epochs have no tree, and perhaps one that stands in for the bad one.
     assert 28 <= without <= 32
@@ -103,7 +103,7 @@ def test_a_run_that_stops_in_mid_epoch_goes_on_bit_for_bit(tmp_path, shards):
         ("data.sidecars=nowhere", r"data\.sidecars: no .*nowhere"),
         ("data.sidecars=empty", r"data\.sidecars: no shard has its trees in empty .*powerclip annotate trees"),
         ("regions.kind=segments", r"no shard has its regions beside them .*powerclip annotate regions"),
-        ("data.strict=true", r"sample \w+: .*(bad/unreadable_picture|trees/no_sidecar)"),
+        ("data.strict=true", r"sample \w+: .*(bad/unreadable_image|trees/no_sidecar)"),
         ("train.batch_size=100", r"train\.batch_size is 100, but the shards have only 17 samples"),
     ],
 )

@@ -13,7 +13,7 @@ from powerclip.alignment.config import AlignmentConfig
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """The settings for pictures of M regions."""
+    """The settings for images of M regions."""
 
     tau: float
     t2r_unit: float  # 1, or 1/M where T2R is a mean over regions

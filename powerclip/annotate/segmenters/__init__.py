@@ -1,4 +1,4 @@
-"""Segmenters of pictures behind one interface: `load_segmenter("superpixels").segment(pictures)`."""
+"""Segmenters of images behind one interface: `load_segmenter("superpixels").segment(images)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from powerclip.annotate.segmenters.base import Masks, Picture, Segmenter
+from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
 from powerclip.errors import UserError, nearest
 
 SEGMENTERS = ["superpixels", "mobile_sam", "sam2", "coco"]
@@ -77,4 +77,4 @@ def _device(name: str) -> Any:
     return device
 
 
-__all__ = ["SEGMENTERS", "Masks", "Picture", "Segmenter", "load_segmenter"]
+__all__ = ["SEGMENTERS", "Masks", "Segmenter", "SegmenterImage", "load_segmenter"]

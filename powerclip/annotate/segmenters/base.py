@@ -1,4 +1,4 @@
-"""What every segmenter is: pictures in, masks on the sidecars' grid out."""
+"""What every segmenter is: images in, masks on the sidecars' grid out."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Masks = npt.NDArray[np.bool_]  # [masks, GRID, GRID]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture to segment."""
+class SegmenterImage:
+    """An image to segment."""
 
     key: str
     pixels: npt.NDArray[np.uint8]  # [H, W, 3]
 
 
 class Segmenter(Protocol):
-    """Finds the regions of pictures."""
+    """Finds the regions of images."""
 
     name: str  # as `load_segmenter` knows it
-    version: str  # changes whenever the same picture may get other masks
+    version: str  # changes whenever the same image may get other masks
     options: dict[str, Any]  # what else decides about the masks: thresholds, weights
 
-    def segment(self, pictures: Sequence[Picture]) -> list[Masks]:
-        """The masks [masks, GRID, GRID] of each picture, the most certain or the largest first."""
+    def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
+        """The masks [masks, GRID, GRID] of each image, the most certain or the largest first."""
         ...
 
 
 def no_masks() -> Masks:
-    """A picture without regions."""
+    """An image without regions."""
     return np.zeros((0, GRID, GRID), np.bool_)
 
 

@@ -1,4 +1,4 @@
-"""Masks that exist already: a COCO-style JSON file with polygons or run lengths, for the pictures that it names.
+"""Masks that exist already: a COCO-style JSON file with polygons or run lengths, for the images that it names.
 
 A sample belongs to the image whose `file_name`, without folder and suffix, is its key, or whose `id` is; leading zeros
 do not count.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from powerclip.annotate.segmenters.base import Masks, Picture, file_identity, no_masks
+from powerclip.annotate.segmenters.base import Masks, SegmenterImage, file_identity, no_masks
 from powerclip.data.mask_codec import to_grid
 from powerclip.errors import UserError
 
@@ -31,12 +31,12 @@ class CocoMasks:
         self._images, self._annotations = _read(path)
         self.options: dict[str, Any] = {"masks": file_identity(path)}
 
-    def segment(self, pictures: Sequence[Picture]) -> list[Masks]:
-        """The masks of each picture, the largest first."""
-        return [self._masks(picture) for picture in pictures]
+    def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
+        """The masks of each image, the largest first."""
+        return [self._masks(entry) for entry in images]
 
-    def _masks(self, picture: Picture) -> Masks:
-        image = self._images.get(_plain(picture.key))
+    def _masks(self, entry: SegmenterImage) -> Masks:
+        image = self._images.get(_plain(entry.key))
         if image is None:
             return no_masks()
         height, width = int(image["height"]), int(image["width"])

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powerclip.annotate.segmenters.base import Picture, file_identity
+from powerclip.annotate.segmenters.base import SegmenterImage, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.annotate.segmenters.sam_decoder import MaskDecoder, PointEncoder
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
 from powerclip.errors import UserError
 
-SIDE = 1024  # of the square in whose top left corner a picture lies
+SIDE = 1024  # of the square in whose top left corner an image lies
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 PIXEL_STD = (58.395, 57.12, 57.375)
 # What the file holds for prompts that are masks, and for classifying ImageNet.
@@ -80,15 +80,15 @@ class MobileSam(PointSegmenter):
         self._mean = torch.tensor(PIXEL_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(PIXEL_STD, device=device).view(3, 1, 1)
 
-    def encode(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
-        """Features [B, 256, 64, 64] of pictures whose longer side fills the square."""
-        square = torch.zeros(len(pictures), 3, SIDE, SIDE, device=self.device)
+    def encode(self, images: Sequence[SegmenterImage]) -> tuple[Tensor, Tensor]:
+        """Features [B, 256, 64, 64] of images whose longer side fills the square."""
+        square = torch.zeros(len(images), 3, SIDE, SIDE, device=self.device)
         extent = []
-        for at, picture in enumerate(pictures):
-            height, width = picture.pixels.shape[:2]
+        for at, image in enumerate(images):
+            height, width = image.pixels.shape[:2]
             scale = SIDE / max(height, width)
             size = max(1, round(height * scale)), max(1, round(width * scale))
-            square[at, :, : size[0], : size[1]] = (to_square(picture, size, self.device) - self._mean) / self._std
+            square[at, :, : size[0], : size[1]] = (to_square(image, size, self.device) - self._mean) / self._std
             extent.append((size[1] / SIDE, size[0] / SIDE))
         return self.network.image_encoder(square.to(self._dtype)), torch.tensor(extent, device=self.device)
 

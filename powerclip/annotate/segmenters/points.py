@@ -1,10 +1,10 @@
-"""Everything in a picture from a model that segments what lies under a point: a grid of points, filters, no doubles.
+"""Everything in an image from a model that segments what lies under a point: a grid of points, filters, no doubles.
 
-As SAM's automatic mask generator does it, except that masks are never enlarged to the picture's size, and are compared
+As SAM's automatic mask generator does it, except that masks are never enlarged to the image's size, and are compared
 where they will be stored, on the sidecars' grid, instead of by their boxes. The image encoder runs once for a batch of
-pictures, the decoder on batches of points.
+images, the decoder on batches of points.
 
-Axes: B pictures · P points · K masks of each point · h, w rows and columns of the decoder's masks · n points left
+Axes: B images · P points · K masks of each point · h, w rows and columns of the decoder's masks · n points left
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.annotate.segmenters.base import Masks, Picture, no_masks
+from powerclip.annotate.segmenters.base import Masks, SegmenterImage, no_masks
 from powerclip.annotate.segmenters.overlap import distinct
 from powerclip.data.mask_codec import GRID
 from powerclip.errors import UserError
 
-_OUTSIDE = -1e4  # logit of what lies outside the picture
+_OUTSIDE = -1e4  # logit of what lies outside the image
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class PointOptions:
     points: int = 16  # on a side of the grid: 16² prompts, three masks each
     quality: float = 0.88  # the least IoU that the model expects of its own mask
     stability: float = 0.95  # the least IoU of the mask drawn a bit tighter and a bit wider
-    smallest: float = 0.002  # of the picture's area
+    smallest: float = 0.002  # of the image's area
     largest: float = 0.9
     overlap: float = 0.7  # IoU from which on the lesser of two masks is the same one again
-    most: int = 32  # masks of one picture, the best
+    most: int = 32  # masks of one image, the best
 
     def __post_init__(self) -> None:
         for name, low, high in (("points", 1, 128), ("most", 1, 1000)):
@@ -52,7 +52,7 @@ class PointOptions:
 class Drawn:
     """What a decoder drew for n points."""
 
-    owner: Tensor  # [n] the picture of each
+    owner: Tensor  # [n] the image of each
     logits: Tensor  # [n, K, h, w]
     quality: Tensor  # [n, K] the IoU that the model expects of each mask
 
@@ -69,28 +69,28 @@ class PointSegmenter(ABC):
         self._at_once = at_once  # points that the decoder sees together: bounds the memory, changes no mask
 
     @abstractmethod
-    def encode(self, pictures: Sequence[Picture]) -> tuple[Any, Tensor]:
-        """What the decoder needs of these pictures, and how much of the model's square each fills [B, (x, y)]."""
+    def encode(self, images: Sequence[SegmenterImage]) -> tuple[Any, Tensor]:
+        """What the decoder needs of these images, and how much of the model's square each fills [B, (x, y)]."""
 
     @abstractmethod
     def decode(self, encoded: Any, points: Tensor) -> Drawn:
         """The masks of points [B, P, (x, y)] from 0 to 1 of the square; of those without a good one, none need be."""
 
     @torch.inference_mode()
-    def segment(self, pictures: Sequence[Picture]) -> list[Masks]:
-        """The masks of each picture, those first of which the model expects most."""
-        if not pictures:
+    def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
+        """The masks of each image, those first of which the model expects most."""
+        if not images:
             return []
-        encoded, extent = self.encode(pictures)
-        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in pictures]
-        step = max(1, self._at_once // len(pictures))
+        encoded, extent = self.encode(images)
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in images]
+        step = max(1, self._at_once // len(images))
         for points in point_grid(self.chosen.points).to(self.device).split(step):
             for at, masks, quality in self._select(self.decode(encoded, points * extent[:, None]), extent):
                 found[at].append((masks, quality))
         return [self._distinct(of_one) for of_one in found]
 
     def _select(self, drawn: Drawn, extent: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of one batch of points: each picture's number, its good masks on the grid, and their expected IoU."""
+        """Of one batch of points: each image's number, its good masks on the grid, and their expected IoU."""
         logits = drawn.logits.float()
         rows, columns = extent_cells(extent, logits.shape[-2:])
         down, across = (torch.arange(size, device=logits.device) for size in logits.shape[-2:])
@@ -107,7 +107,7 @@ class PointSegmenter(ABC):
                 yield at, to_grid(masks[own][:, :height, :width]), quality[own]
 
     def _distinct(self, found: list[tuple[Tensor, Tensor]]) -> Masks:
-        """Masks of one picture without those that are one of the better ones again."""
+        """Masks of one image without those that are one of the better ones again."""
         if not found:
             return no_masks()
         masks, quality = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -122,7 +122,7 @@ def point_grid(side: int) -> Tensor:
 
 
 def extent_cells(extent: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns [B] of the decoder's masks that lie in each picture."""
+    """Rows and columns [B] of the decoder's masks that lie in each image."""
     rows = (extent[:, 1] * size[0]).round().long().clamp(min=1)
     return rows, (extent[:, 0] * size[1]).round().long().clamp(min=1)
 
@@ -140,8 +140,8 @@ def to_grid(masks: Tensor) -> Tensor:
     return cover >= cover.amax((-2, -1), keepdim=True).clamp(max=0.5, min=1e-6)
 
 
-def to_square(picture: Picture, size: tuple[int, int], device: torch.device) -> Tensor:
-    """A picture's pixels [3, *size], 0 … 255, resized on the device."""
+def to_square(image: SegmenterImage, size: tuple[int, int], device: torch.device) -> Tensor:
+    """An image's pixels [3, *size], 0 … 255, resized on the device."""
     # A copy: arrays that come from PIL cannot be written to, which torch warns about.
-    pixels = torch.from_numpy(np.array(picture.pixels)).to(device).permute(2, 0, 1).float()
+    pixels = torch.from_numpy(np.array(image.pixels)).to(device).permute(2, 0, 1).float()
     return F.interpolate(pixels[None], size, mode="bilinear", antialias=True, align_corners=False)[0].clamp_(0, 255)

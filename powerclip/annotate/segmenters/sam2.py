@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powerclip.annotate.segmenters.base import Picture, file_identity
+from powerclip.annotate.segmenters.base import SegmenterImage, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.errors import UserError
 
@@ -37,12 +37,12 @@ class Sam2(PointSegmenter):
         self._mean = torch.tensor(PIXEL_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(PIXEL_STD, device=device).view(3, 1, 1)
 
-    def encode(self, pictures: Sequence[Picture]) -> tuple[list[Tensor], Tensor]:
-        """Features at three resolutions of pictures that are squashed to the model's square."""
-        pixels = [(to_square(picture, self._size, self.device) - self._mean) / self._std for picture in pictures]
+    def encode(self, images: Sequence[SegmenterImage]) -> tuple[list[Tensor], Tensor]:
+        """Features at three resolutions of images that are squashed to the model's square."""
+        pixels = [(to_square(image, self._size, self.device) - self._mean) / self._std for image in images]
         with self._half():
             features = self.network.get_image_embeddings(torch.stack(pixels))
-        return features, torch.ones(len(pictures), 2, device=self.device)
+        return features, torch.ones(len(images), 2, device=self.device)
 
     def decode(self, encoded: list[Tensor], points: Tensor) -> Drawn:
         """The masks of all points."""

@@ -2,9 +2,9 @@
 
 Kirillov et al. 2023 (Segment Anything), §A: tokens and image features attend to each other in both directions. Modules
 bear the names of the official weights file, so that it loads as it is. The image's side of the first layer is the same
-for all points of a picture and is computed once.
+for all points of an image and is computed once.
 
-Axes: B pictures · P points · K tokens · S cells of the image grid · D width
+Axes: B images · P points · K tokens · S cells of the image grid · D width
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from powerclip.annotate.segmenters.base import Masks, Picture, no_masks
+from powerclip.annotate.segmenters.base import Masks, SegmenterImage, no_masks
 from powerclip.annotate.segmenters.overlap import distinct
 from powerclip.data.mask_codec import to_grid
 from powerclip.errors import UserError
@@ -21,12 +21,12 @@ from powerclip.errors import UserError
 class SuperpixelOptions:
     """What decides about the pieces."""
 
-    side: int = 192  # pixels of the longer side, to which a larger picture is brought
+    side: int = 192  # pixels of the longer side, to which a larger image is brought
     finest: float = 100.0  # the first of three scales, each three times the one before; more gives larger pieces
-    smallest: float = 0.005  # of the picture's area
+    smallest: float = 0.005  # of the image's area
     largest: float = 0.9
     overlap: float = 0.7  # IoU from which on a piece is one of a coarser scale again
-    most: int = 32  # pieces of one picture, the largest
+    most: int = 32  # pieces of one image, the largest
 
     def __post_init__(self) -> None:
         if self.side < 16 or self.finest <= 0 or self.most < 1:
@@ -45,11 +45,11 @@ class Superpixels:
         self._chosen = SuperpixelOptions(**options)  # type: ignore[arg-type]
         self.options = asdict(self._chosen)
 
-    def segment(self, pictures: Sequence[Picture]) -> list[Masks]:
-        """The pieces of each picture, the largest first."""
-        return [self._segment(picture) for picture in pictures]
+    def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
+        """The pieces of each image, the largest first."""
+        return [self._segment(picture) for picture in images]
 
-    def _segment(self, picture: Picture) -> Masks:
+    def _segment(self, picture: SegmenterImage) -> Masks:
         from skimage.segmentation import felzenszwalb
 
         pixels = _shrink(picture.pixels, self._chosen.side)
@@ -68,7 +68,7 @@ class Superpixels:
 
 
 def _shrink(pixels: np.ndarray, side: int) -> np.ndarray:
-    """The picture with a longer side of at most `side` pixels."""
+    """The image with a longer side of at most `side` pixels."""
     from PIL import Image
 
     image = Image.fromarray(pixels)

@@ -1,10 +1,10 @@
-"""TinyViT as MobileSAM's image encoder: pictures of up to 1,024² to features on a grid of a sixteenth of that.
+"""TinyViT as MobileSAM's image encoder: images of up to 1,024² to features on a grid of a sixteenth of that.
 
 Wu et al. 2022 (TinyViT-5M: convolutions, then attention in windows with a depthwise convolution after it), with the
 last stage at stride 1 and SAM's neck on top, as in Zhang et al. 2023 (MobileSAM). Modules bear the names of the
 official weights file, so that it loads as it is.
 
-Axes: B pictures · H, W rows and columns · D width
+Axes: B images · H, W rows and columns · D width
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class TinyViT(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W], normalised, to features [B, FEATURES, H/16, W/16]."""
+        """ImageSource [B, 3, H, W], normalised, to features [B, FEATURES, H/16, W/16]."""
         return self.neck(self.layers(self.patch_embed(pixels)))
 
     def fuse(self) -> None:
