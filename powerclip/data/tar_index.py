@@ -25,10 +25,13 @@ FORMAT = 1
 _BLOCK = 512
 _PAGE = 4096  # what a read fetches at least, whatever is asked for: small members come with their header
 
-# Why a member or a tar cannot be used.
+# Why a tar cannot be used, or not all of it.
 EMPTY = "empty file"
 NO_TAR = "not a tar"
+COMPRESSED = "compressed: unpack it first, as with gunzip"
 TORN = "cut off"
+# gzip, bzip2, xz, zstd: members of a compressed tar cannot be read where they lie.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 NO_IMAGE = "no image"
 NO_CAPTION = "no caption"
@@ -202,7 +205,7 @@ def _parse_head(line: bytes) -> tuple[IndexInfo, int]:
 
 
 class Member(NamedTuple):
-    """A file of a tar."""
+    """A file of a tar, whose bytes begin at `offset`."""
 
     name: str
     offset: int
@@ -210,7 +213,23 @@ class Member(NamedTuple):
 
 
 class TarDamage(Exception):
-    """A tar that does not go on as tars do; what came before is good."""
+    """A file that is no tar, or a tar that breaks off; the members before that are good."""
+
+
+def iter_members(tar: Path) -> Iterator[Member]:
+    """The plain files of a tar, in order. Only headers are read.
+
+    Understood: ustar, the long names of GNU tar, the names and sizes of pax; a tar must not be compressed.
+
+    Raises:
+        OSError: the tar cannot be opened.
+        TarDamage: it breaks off, is empty, compressed or no tar at all.
+    """
+    fd = os.open(tar, os.O_RDONLY)
+    try:
+        yield from _members(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
 
 
 def make_index(tar: Path) -> TarIndex:
@@ -219,20 +238,16 @@ def make_index(tar: Path) -> TarIndex:
     Raises:
         OSError: the tar cannot be opened.
     """
-    fd = os.open(tar, os.O_RDONLY)
+    status = os.stat(tar)
+    samples = _Samples()
+    damage = None
     try:
-        status = os.fstat(fd)
-        samples = _Samples()
-        damage = None
-        try:
-            for member in _members(fd, status.st_size):
-                samples.add(member)
-        except TarDamage as error:
-            damage = str(error)
-            # Members of a sample lie together: the last one may lack what the cut took.
-            samples.forget_last()
-    finally:
-        os.close(fd)
+        for member in iter_members(tar):
+            samples.add(member)
+    except TarDamage as error:
+        damage = str(error)
+        # Members of a sample lie together: the last one may lack what the cut took.
+        samples.forget_last()
     return samples.finish(status, damage)
 
 
@@ -288,10 +303,7 @@ class _Samples:
 
 
 def _members(fd: int, size: int) -> Iterator[Member]:
-    """The plain files of a tar, in order.
-
-    Understood: ustar, the long names of GNU tar, the names and sizes of pax. Raises `TarDamage` where it breaks off.
-    """
+    """`iter_members` of an open file of `size` bytes."""
     if size == 0:
         raise TarDamage(EMPTY)
     window, window_at = b"", 0
@@ -302,6 +314,8 @@ def _members(fd: int, size: int) -> Iterator[Member]:
         if not window_at <= at <= window_at + len(window) - _BLOCK:
             window, window_at = os.pread(fd, _PAGE, at), at
         header = window[at - window_at : at - window_at + _BLOCK]
+        if at == 0 and header.startswith(_COMPRESSED) and not _checks(header):
+            raise TarDamage(COMPRESSED)
         if len(header) < _BLOCK:
             raise TarDamage(TORN)
         if not any(header):

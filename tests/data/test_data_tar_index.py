@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tarfile
@@ -13,7 +14,7 @@ from mini_corpus import write_shard
 from shard_examples import sample, write_samples
 
 from powerclip.data import tar_index
-from powerclip.data.tar_index import find_info, index_path, load_index, make_index, read_index
+from powerclip.data.tar_index import TarDamage, find_info, index_path, iter_members, load_index, make_index, read_index
 from powerclip.errors import UserError
 
 
@@ -92,19 +93,41 @@ def test_of_a_tar_that_was_cut_only_whole_samples_are_used(tmp_path_factory, dat
 
 def test_damage_is_said_not_raised(tmp_path):
     empty, other, hole = tmp_path / "empty.tar", tmp_path / "other.tar", tmp_path / "hole.tar"
+    packed = tmp_path / "packed.tar.gz"
     empty.write_bytes(b"")
     other.write_bytes(b"<html>not found</html>" * 100)
     (path,) = write_samples(tmp_path, [3])
     data = bytearray(path.read_bytes())
+    packed.write_bytes(gzip.compress(data))
     second = make_index(path).image(1).offset - 512
     data[second : second + 512] = b"\xff" * 512
     hole.write_bytes(data)
-    found = {one.stem: make_index(one).info for one in (empty, other, hole)}
+    found = {one.stem: make_index(one).info for one in (empty, other, hole, packed)}
     assert {name: (info.damage, info.samples) for name, info in found.items()} == {
         "empty": ("empty file", 0),
         "other": ("not a tar", 0),
         "hole": ("cut off", 0),
+        "packed.tar": ("compressed: unpack it first, as with gunzip", 0),
     }
+
+
+def test_a_member_whose_name_begins_like_a_compressed_file_is_a_member(tmp_path):
+    path = write_shard(tmp_path / "a.tar", [("BZh1.png", b"x"), ("BZh1.txt", "a name of its own")])
+    assert make_index(path).keys == ["BZh1"]
+
+
+def test_iter_members_yields_names_and_places_and_raises_at_the_damage(tmp_path):
+    path = write_shard(tmp_path / "a.tar", [("a.png", b"image"), ("a.txt", "caption")])
+    content = path.read_bytes()
+    found = [(member.name, content[member.offset : member.offset + member.size]) for member in iter_members(path)]
+    assert found == [("a.png", b"image"), ("a.txt", b"caption")]
+    os.truncate(path, 1024)
+    members = iter_members(path)
+    assert next(members).name == "a.png"
+    with pytest.raises(TarDamage, match="cut off"):
+        next(members)
+    with pytest.raises(FileNotFoundError):
+        next(iter_members(tmp_path / "gone.tar"))
 
 
 def test_an_index_is_kept_and_read_back(tmp_path, monkeypatch):
