@@ -15,7 +15,7 @@ import torch
 
 from powerclip.analysis.measure import Measurement, measure
 from powerclip.errors import UserError
-from powerclip.runtime.machine import machine
+from powerclip.runtime.environment import machine
 
 __all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "run", "write_result"]
 

@@ -27,8 +27,8 @@ from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
 from powerclip.errors import UserError
 from powerclip.objectives import OBJECTIVES
+from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.machine import machine
 from powerclip.train.data import make_loader
 from powerclip.train.recipe import (
     DataSection,

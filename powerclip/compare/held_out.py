@@ -30,8 +30,8 @@ from powerclip.evaluate.runner import jobs_for_paths
 from powerclip.evaluate.tasks import CaptionRetrieval, HardNegatives, Scored, Task
 from powerclip.evaluate.watch import Watch, watching
 from powerclip.runtime.distributed import SINGLE
+from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.machine import machine
 from powerclip.runtime.progress import duration
 from powerclip.train.run_folder import RunFolder
 

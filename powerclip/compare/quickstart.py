@@ -22,8 +22,8 @@ from powerclip.report.charts import smooth
 from powerclip.report.heatmaps import heatmap_figure, png_bytes
 from powerclip.report.quickstart_page import Curve, Report, render, signed
 from powerclip.report.scene_heatmaps import scene_rows
+from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.machine import machine
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.recipe import Recipe, differences, load_recipe

@@ -23,8 +23,8 @@ from powerclip.compare.study import Study
 from powerclip.compare.table import Outcomes, failures, markdown, summary, terminal
 from powerclip.errors import UserError
 from powerclip.report.curves_page import curves_page
+from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.machine import machine
 from powerclip.runtime.progress import duration
 from powerclip.train.data import CorpusStore
 from powerclip.train.evaluation import describe

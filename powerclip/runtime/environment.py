@@ -32,6 +32,16 @@ VARIABLES = (
 )
 
 
+def machine() -> str:
+    """The machine that a result was measured on: `NVIDIA H200, torch 2.15.0`, or its CPU threads without a GPU."""
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
+    else:
+        threads = torch.get_num_threads()
+        where = f"{threads} CPU thread{'s' if threads > 1 else ''} ({platform.machine()})"
+    return f"{where}, torch {torch.__version__}"
+
+
 def environment() -> dict[str, Any]:
     """The present process and its machine, as plain values."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
