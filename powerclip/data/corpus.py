@@ -24,6 +24,7 @@ from torch import Tensor
 from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, content_hash, number_captions, split_member
 from powerclip.data.trees import Tree, flat_tree, parse_bracketed
 from powerclip.errors import UserError
+from powerclip.runtime.progress import track
 
 NO_IMAGE = "images not readable, left out"
 NO_CAPTION = "images without a caption, left out"
@@ -89,7 +90,7 @@ def read_corpus(
     parsed: list[Tree] = []
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         # The pool decodes ahead while this thread parses trees.
-        for shard in _shown(shards, progress):
+        for shard in track(shards, "reading", unit="shards", quiet=not progress):
             samples = list(_samples(shard))
             decoded = pool.map(lambda sample: _decode(sample.image, size), samples)
             for sample, pixels in zip(samples, decoded, strict=True):
@@ -197,13 +198,3 @@ def _decode(data: bytes, size: int) -> Tensor | None:
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-
-
-def _shown(shards: Sequence[Path], progress: bool) -> Iterator[Path]:
-    """The shards, with a bar that moves on as they are asked for."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    visible = progress and console.is_terminal
-    yield from track(shards, "reading shards", console=console, disable=not visible, transient=True)

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from powerclip.data.paths import expand_path
 from powerclip.data.tar_index import IndexInfo, find_info, load_index
 from powerclip.errors import UserError
+from powerclip.runtime.progress import Progress
 
 MISSING = "missing or not to be opened"
 _FEW = 16  # shards that are sooner indexed than processes are started
@@ -157,8 +157,8 @@ def _infos(paths: Sequence[Path], folder: Path | None, first: int, progress: boo
         infos = list(pool.map(look, paths))
         new = [path for path, info in zip(paths, infos, strict=True) if info is False]
         if new:
-            with _bar(len(new), progress) as done:
-                index_shards(new, folder, first=first * len(new) // len(paths), done=done)
+            with Progress("indexing", len(new), unit="shards", quiet=not progress, transient=True) as bar:
+                index_shards(new, folder, first=first * len(new) // len(paths), done=bar.advance)
             infos = list(pool.map(look, paths))
     return [info if isinstance(info, IndexInfo) else None for info in infos]
 
@@ -169,18 +169,6 @@ def _ensure_index(path: Path, folder: Path | None) -> None:
         load_index(path, folder)
     except OSError:
         return  # not there, or not to be read: counted when its samples are
-
-
-@contextmanager
-def _bar(total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """A bar over the tars that are being indexed; shows nothing without a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console()
-    with Progress(console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
-        task = bar.add_task("indexing shards", total=total)
-        yield lambda: bar.advance(task)
 
 
 def _lines(text: str, setting: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
+from powerclip.runtime.progress import duration, print_line
 from powerclip.train.chip import operations, peak_rate
 from powerclip.train.communication import FAST, seconds, traffic
 from powerclip.train.inputs import Input, inputs, samples_of
@@ -67,7 +68,7 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     console = console or Console()
 
     def say(head: str, text: str) -> None:
-        console.print(f"{head:12}{text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{head:12}{text}")
 
     found = list(inputs(recipe))
     recipe, length, known = settled(recipe, found)
@@ -146,7 +147,7 @@ def describe_cost(
     rounds = recipe.train.batch_size / (pairs * ranks)
     # Accumulation runs the towers once more, without a gradient: a third of a step.
     step = burst.step(pairs) * rounds * (4 / 3 if rounds > 1 else 1)
-    whole = "" if steps is None else f"{clock(step * steps)} for the run, "
+    whole = "" if steps is None else f"{duration(step * steps)} for the run, "
     yield "time", f"{whole}{step:.3g} s a step, without waiting for data"
     beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
     yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
@@ -285,11 +286,3 @@ def trained(state: TrainState) -> int:
 def precision(recipe: Recipe, state: TrainState) -> str:
     """What the towers compute in."""
     return "bf16" if in_bf16(recipe.train, state.device) else "float32"
-
-
-def clock(span: float) -> str:
-    """Seconds in words: `41 s`, `3.2 h`, `12.5 days`."""
-    for name, unit in (("years", 365.25 * 86400), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if span >= 2 * unit:
-            return f"{span / unit:,.1f} {name}"
-    return f"{span:.0f} s"

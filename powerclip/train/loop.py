@@ -36,7 +36,7 @@ from powerclip.train.guard import Guard, step_if_finite
 from powerclip.train.inputs import check_inputs
 from powerclip.train.length import with_steps
 from powerclip.train.memory import enough_memory
-from powerclip.train.metrics import CollapseWatch, MetricsLog, read_metrics
+from powerclip.train.metrics import CollapseWatch, MetricsLog, describe_terms, read_metrics
 from powerclip.train.optimizer import learning_rate
 from powerclip.train.recipe import Recipe
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
@@ -122,7 +122,7 @@ def run(
     afresh = resume == "auto"
     resume = ranks.broadcast(lambda: may_begin(folder, recipe, resume, overwrite))
     console = console if ranks.is_main else Console(quiet=True)
-    progress = Progress(folder.root.name, settings.steps, quiet=quiet, console=console)
+    progress = Progress(folder.root.name, settings.steps, unit="step", every=0, quiet=quiet, console=console)
     wandb = settings.wandb
     if wandb:
         require_wandb()
@@ -162,6 +162,7 @@ def run(
     elif ranks.is_main:
         folder.begin(recipe)
 
+    progress.skip(state.step)
     log: MetricsLog | NullLogger = NullLogger()
     writer: CheckpointWriter | NullLogger = NullLogger()
     if ranks.is_main:
@@ -176,7 +177,7 @@ def run(
     values: dict[str, float] | None = None
     try:
         with (
-            progress.after(state.step),
+            progress,
             Signals(settings.checkpoint_minutes) as signals,
             closing(loader.stream(state.step, settings.steps)) as batches,
         ):
@@ -206,7 +207,7 @@ def run(
                     values |= chip.read(values["samples_per_second"], round(batch.padded_length))
                     log.write(step, values)
                     counts.clear()
-                progress.update(step, values)
+                progress.update(step, describe_terms(values) if values else None)
                 if logged and (warning := watch.warning()):
                     progress.warn(warning)
                 if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:

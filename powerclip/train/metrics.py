@@ -13,6 +13,8 @@ from torch import Tensor
 
 from powerclip.runtime.files import write_atomic
 
+# Terms that are shown beside the loss when the objective reports them; the files have all of them.
+SHOWN = ("clip", "alignment", "violation")
 # Fifty dead steps in a row do not come from noise: a batch of learning rows always ranks some of them right.
 WINDOW = 50
 DEAD = 0.99
@@ -74,6 +76,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
         if not isinstance(row, dict) or "step" not in row:
             return
         yield row
+
+
+def describe_terms(values: Mapping[str, float]) -> str:
+    """The loss, its main terms and the speed of a logged step, as a run shows them."""
+    shown = [f"{name} {values[name]:.3f}" for name in ("loss", *SHOWN) if name in values]
+    if values.keys() & set(SHOWN) == {"clip"}:  # the loss itself
+        shown.pop()
+    return "  ".join([*shown, f"{values['samples_per_second']:,.0f} samples/s"])
 
 
 class CollapseWatch:

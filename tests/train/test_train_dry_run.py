@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from powerclip import cli
 from powerclip.errors import UserError
 from powerclip.train import dry_run as module
-from powerclip.train.dry_run import Burst, activation_bytes, clock, count, dry_run, measure, synthetic_batch
+from powerclip.train.dry_run import Burst, activation_bytes, count, dry_run, measure, synthetic_batch
 from powerclip.train.loop import train
 from powerclip.train.state import start
 
@@ -33,7 +33,7 @@ def test_it_tells_size_length_cost_and_output_and_leaves_nothing_behind(tmp_path
     assert f"{count(state.encoder) / 1e6:.1f} M parameters" in text
     assert "75 steps × 4 pairs = 300 pairs, 3 epochs of 100" in text
     assert re.search(r"memory +about [\d.]+ GiB", text)
-    assert re.search(r"time +\d+ s for the run, [\d.]+ s a step", text)
+    assert re.search(r"time +0:\d\d:\d\d for the run, [\d.]+ s a step", text)
     assert "every 5 steps and every 5 minutes, the last 2 kept" in text
     assert f"{tmp_path / 'run'}: free" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
@@ -101,13 +101,6 @@ def test_a_backend_that_cannot_run_here_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match=r"alignment\.backend: triton"):
         said(tiny(tmp_path, "alignment.backend=triton"), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(41, "41 s"), (119, "119 s"), (600, "10.0 min"), (3 * 86400, "3.0 days")]
-)
-def test_spans_are_told_in_their_own_unit(seconds, text):
-    assert clock(seconds) == text
 
 
 def test_synthetic_images_have_the_shape_of_the_model(tmp_path):
