@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from benchmark_examples import picture, tiny_model
+from benchmark_examples import image, tiny_model
 from PIL import Image
 
 from powerclip.data import scenes as data
@@ -29,7 +29,7 @@ def model():
 
 
 def write(folder, items):
-    picture(folder / "dog.png", 0, (40, 20))
+    image(folder / "dog.png", 0, (40, 20))
     path = folder / "boxes.json"
     path.write_text(json.dumps(items))
     return path
@@ -99,7 +99,7 @@ def test_the_result_stands_beside_the_others_and_in_no_table_of_the_paper(model,
 def test_a_damaged_image_is_counted_and_too_many_fail_the_file(model, tmp_path):
     items = [item(image=f"{number}.png") for number in range(2)]
     path = write(tmp_path, items)
-    picture(tmp_path / "0.png", 0)
+    image(tmp_path / "0.png", 0)
     (tmp_path / "1.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"1 of 2 images cannot be read.*1\.png"):
         read_boxes(path).score(Embedder(*model))

@@ -89,7 +89,7 @@ def test_the_shares_of_the_ranks_are_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(embedding, "CHUNK", 8)
     monkeypatch.setattr(embedding, "BATCH", 8)
     monkeypatch.setattr(Ranks, "sum", lambda self, rows: rows)
-    monkeypatch.setattr(Ranks, "from_first", lambda self, ask: None)
+    monkeypatch.setattr(Ranks, "broadcast", lambda self, ask: None)
     monkeypatch.setattr(embedding, "_checked", lambda vectors, readable, names: (vectors, readable))
     task, model = read_path(caption_table(tmp_path)), tiny_model()
     whole = Embedder(*model)

@@ -365,7 +365,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_first_says_it(tmp_path):
 
 def test_a_rank_that_leaves_does_not_keep_the_others_waiting(tmp_path):
     first, second = spawn_ranks(2, lose_one, tmp_path)
-    assert "lost contact" in first
+    assert "lost the connection" in first
     assert second == "left"
 
 

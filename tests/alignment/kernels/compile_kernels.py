@@ -18,7 +18,7 @@ from powerclip.alignment.kernels import (
     nla_pairs,
     nla_score,
     pairs,
-    split_kernel,
+    split_halves,
 )
 
 WHOLE = "*i64", "offsets other_offsets image caption other order starts further extra"
@@ -51,7 +51,7 @@ KERNELS = [
     (nla_score._node_sums, {**SETTINGS, "M": 10, "FAST": True, **FUSED, "TILE_T": nla_score.LARGE_TILE_NODES}, HALVES),
     (pairs._add_pieces, SUM, {}),
     (pairs._piece_sums, {**SUM, "SWEEP": 8, "num_stages": pairs.STAGES}, {}),
-    (split_kernel._write_halves, {"AGAIN": True, "TILE_R": 4, "TILE_D": 512}, {}),
+    (split_halves._write_halves, {"AGAIN": True, "TILE_R": 4, "TILE_D": 512}, {}),
 ]
 
 
