@@ -50,7 +50,9 @@ def main() -> None:
         batch = replace(batch, images=batch.images.pin_memory())
     found = {}
     for objective in ("clip", "powerclip"):
-        recipe = Recipe(model=model, objective=objective, regions=RegionsSection(batch.regions.shape[1]), train=train)
+        recipe = Recipe(
+            model=model, objective=objective, regions=RegionsSection(count=batch.regions.shape[1]), train=train
+        )
         found[objective] = measure_parts(recipe, batch, repeats)
         print(objective, {name: round(ms, 2) for name, ms in found[objective].items()}, flush=True)
     report(found, batch, arguments, "step-parts-tiny" if arguments.tiny else f"step-parts-{train.device}")

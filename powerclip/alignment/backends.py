@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Literal
 
 import torch
 
-from powerclip.alignment.config import AlignmentConfig
-
-Backend = Literal["reference", "torch", "triton"]
+from powerclip.alignment.config import AlignmentConfig, Backend
 
 
 def choose(config: AlignmentConfig, device: torch.device) -> Backend:

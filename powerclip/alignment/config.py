@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-PRESETS: dict[str, dict[str, Any]] = {
+from powerclip.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    validate,
+)
+
+Preset = Literal["default", "paper"]
+Centre = Literal["none", "batch", "image"]
+Backend = Literal["reference", "torch", "triton"]
+
+PRESETS: dict[Preset, dict[str, Any]] = {
     # The best that we measured from scratch at small scale: see docs/learning.md.
     "default": {},
     # The combination that the paper prints: Definitions 1 and 2, Eq. 8 and Appendix F.
@@ -26,31 +38,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AlignmentConfig:
     """Settings of the powerset alignment loss. Raises `ValueError`, naming the setting, for what cannot be."""
 
-    preset: str = "default"
+    preset: Preset = "default"  # the settings to start from; paper: what is printed
 
     # How regions and phrases are compared
-    aggregation: Literal["nla", "exact"] = "nla"
+    aggregation: Literal["nla", "exact"] = "nla"  # exact: the maxima themselves, R2T over all 2^M sets
     similarity: Literal["sum", "mean"] = "mean"  # mean: p_B over its leaves, both aggregations over M
-    centre: Literal["none", "batch", "image"] = (
-        "batch"  # which mean is subtracted from the patch features before pooling
-    )
+    centre: Centre = "batch"  # which mean is subtracted from the patch features before pooling
     empty_set: bool = False  # whether A may be ∅ in 2^M
-    largest_set: int = 1  # most regions in a phrase's best set (T2R); 0: any number, as printed
-    tau: float = 0.001
-    alpha: float = 0.75
-    t1: Literal["softplus", "relu", "gelu", "swish"] = "softplus"
-    t2: Literal["tanh", "sigmoid", "softsign"] = "tanh"
+    largest_set: NonNegativeInt = 1  # most regions in a phrase's best set (T2R); 0: any number, as printed
+    tau: PositiveFloat = 0.001  # τ, the temperature of both aggregators
+    alpha: Share = 0.75  # α of NLA-T2: 0 is the mean over all sets, 1 their soft maximum
+    t1: Literal["softplus", "relu", "gelu", "swish"] = "softplus"  # the activation of NLA-T1; relu is exact
+    t2: Literal["tanh", "sigmoid", "softsign"] = "tanh"  # the activation of NLA-T2
 
     # How pairs are contrasted
-    loss: Literal["triplet", "softmax"] = "softmax"
+    loss: Literal["triplet", "softmax"] = "softmax"  # triplet: a hinge with margin gamma, as printed
     # semi_hard: the hardest that scores below the matched pair; the hardest of all where there is none
     negatives: Literal["hardest", "semi_hard", "k", "all"] = "all"
-    k: int = 32  # how many, when negatives is "k"
+    k: PositiveInt = 32  # how many negatives, when negatives is k
     anneal: bool = False  # k falls over the run instead, by the same factor each step, from all negatives to 1
-    gamma: float = 0.2  # margin of the triplet loss
-    scale: float = 14.3  # the softmax's scale at the start (1/0.07, as CLIP's); learned
-    weight: float = 1.0  # λ, the weight beside the CLIP loss
-    ramp: float = 0.0  # share of the run over which the weight rises from 0; 0: it is there from the first step
+    gamma: NonNegativeFloat = 0.2  # γ, the margin of the triplet loss
+    scale: PositiveFloat = 14.3  # the softmax's scale at the start (1/0.07, as CLIP's); learned
+    weight: NonNegativeFloat = 1.0  # λ, the weight beside the CLIP loss
+    ramp: Share = 0.0  # share of the run over which the weight rises from 0; 0: it is there from the first step
 
     # Whose features are aligned, and which of them learn from it
     trains: Literal["both", "image", "text"] = "both"  # the towers that the alignment's gradient goes to
@@ -59,54 +69,22 @@ class AlignmentConfig:
     # Table 6: what happens without …
     region_sets: bool = True  # false: single regions instead of sets
     parse_trees: bool = True  # false: single tokens instead of trees
-    r2t: bool = True
-    t2r: bool = True
+    r2t: bool = True  # regions to text: each set's best phrase
+    t2r: bool = True  # text to regions: each phrase's best set
 
-    # How the loss is computed: differentiate only the pairs that carry a gradient, or all of them
-    gradient: Literal["select", "autograd"] = "select"
-    backend: Literal["auto", "reference", "torch", "triton"] = "auto"  # see backends.py
+    # How the loss is computed
+    gradient: Literal["select", "autograd"] = "select"  # select: differentiate only the pairs that carry a gradient
+    backend: Literal["auto", Backend] = "auto"  # which implementation scores the pairs; auto: by device and settings
 
     @classmethod
-    def named(cls, preset: str = "default", **overrides: Any) -> AlignmentConfig:
+    def named(cls, preset: Preset = "default", **overrides: Any) -> AlignmentConfig:
         """The settings of a preset, `default` or `paper`, with some of them changed."""
-        if preset not in PRESETS:
-            raise ValueError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-        return cls(**{"preset": preset, **PRESETS[preset], **overrides})
+        return cls(**{"preset": preset, **PRESETS.get(preset, {}), **overrides})  # an unknown one is refused below
 
     def __post_init__(self) -> None:
-        choices = {
-            "preset": tuple(PRESETS),
-            "aggregation": ("nla", "exact"),
-            "similarity": ("sum", "mean"),
-            "centre": ("none", "batch", "image"),
-            "t1": ("softplus", "relu", "gelu", "swish"),
-            "t2": ("tanh", "sigmoid", "softsign"),
-            "loss": ("triplet", "softmax"),
-            "negatives": ("hardest", "semi_hard", "k", "all"),
-            "trains": ("both", "image", "text"),
-            "projection": ("shared", "separate"),
-            "gradient": ("select", "autograd"),
-            "backend": ("auto", "reference", "torch", "triton"),
-        }
-        for field in fields(self):
-            value, allowed = getattr(self, field.name), choices.get(field.name)
-            if allowed and value not in allowed:
-                raise ValueError(f"alignment.{field.name}: {value!r} is not one of {', '.join(allowed)}")
-        for name in ("alpha", "ramp"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"alignment.{name} must lie in [0, 1], not {getattr(self, name)}")
-        for name in ("tau", "scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"alignment.{name} must be positive and finite, not {getattr(self, name)}")
-        for name in ("gamma", "weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"alignment.{name} must be finite and not negative, not {getattr(self, name)}")
-        if self.k < 1:
-            raise ValueError(f"alignment.k must be at least 1, not {self.k}")
+        validate(self, "alignment")
         if self.anneal and self.negatives != "k":
             raise ValueError(f"alignment.anneal needs negatives: k, which is what it lowers, not {self.negatives}")
-        if self.largest_set < 0:
-            raise ValueError(f"alignment.largest_set must not be negative, not {self.largest_set}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
         if self.largest_set and self.t1 not in ("softplus", "relu"):

@@ -5,11 +5,10 @@ Axes: C images · M regions · N patches · D width
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from powerclip.alignment.config import Centre
 from powerclip.alignment.pooling import masked_sums, normalise, subtract
 from powerclip.runtime.distributed import SINGLE, Ranks
 
@@ -48,9 +47,7 @@ def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tens
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).flatten(2)
 
 
-def embed_regions(
-    patches: Tensor, masks: Tensor, centre: Literal["none", "batch", "image"] = "none", ranks: Ranks = SINGLE
-) -> Tensor:
+def embed_regions(patches: Tensor, masks: Tensor, centre: Centre = "none", ranks: Ranks = SINGLE) -> Tensor:
     """Eq. 2: φ(I | R_m) [C, M, D], the normalised sum of the patch features [C, N, D] under each mask [C, M, N].
 
     `centre` says which mean is subtracted from every patch: none, that of the batch on all `ranks`, or its own image's;

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.errors import UserError, nearest
-from powerclip.train import yaml_text
+from powerclip.settings import parse_yaml
 from powerclip.train.recipe import Recipe, find_recipe, load_recipe
 
 _KEYS = ("about", "base", "baseline", "settings")
@@ -89,12 +89,12 @@ def is_study(name: str) -> bool:
     path = Path(name)
     if not path.is_file():
         return False
-    content: Any = yaml_text.parse(_text(path), name)
+    content: Any = parse_yaml(_text(path), name)
     return isinstance(content, Mapping) and "settings" in content
 
 
 def _from_file(path: Path, overrides: Sequence[str]) -> Study:
-    content: Any = yaml_text.parse(_text(path), str(path))
+    content: Any = parse_yaml(_text(path), str(path))
     if not isinstance(content, Mapping) or "settings" not in content:
         raise UserError(f"{path}: not a study: it has no 'settings' (to compare recipes, name at least two)")
     for key in content:

@@ -33,9 +33,9 @@ from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.attentive import resample_scores, select_attentive
-from powerclip.objectives.settings import check_least, check_positive, check_share
 from powerclip.objectives.views import cover, shape_crops, take_crops
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.settings import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Share, validate
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -46,26 +46,19 @@ if TYPE_CHECKING:
 class AClipSettings:
     """How A-CLIP looks, masks and supervises itself."""
 
-    keep: float = 0.5  # share of the cells that stay
-    cell: int = 2  # patches on a side of a cell
-    smallest: float = 0.5  # area of a view, as a share of the image: from this to 1
-    momentum: float = 0.996  # of the teacher at the start; 1 at the end
-    simclr_weight: float = 1.0
-    temperature: float = 0.1  # τ of SimCLR
-    byol_weight: float = 2.0
-    hidden: int = 4096  # width of the heads
-    output: int = 256  # what they give
+    keep: PositiveShare = 0.5  # share of the cells that stay
+    cell: PositiveInt = 2  # patches on a side of a cell
+    smallest: PositiveShare = 0.5  # area of a view, as a share of the image: from this to 1
+    momentum: Share = 0.996  # of the teacher's moving average at the start; 1 at the end
+    simclr_weight: NonNegativeFloat = 1.0  # weight of SimCLR's loss between the views
+    temperature: PositiveFloat = 0.1  # τ of SimCLR's loss
+    byol_weight: NonNegativeFloat = 2.0  # weight of BYOL's loss between student and teacher
+    hidden: PositiveInt = 4096  # width of the heads
+    output: PositiveInt = 256  # width of what the heads give
     freeze_patches: bool = True  # whether the patch embedding stays as it was initialised
 
     def __post_init__(self) -> None:
-        check_share("keep", self.keep, above=0)
-        check_share("smallest", self.smallest, above=0)
-        check_share("momentum", self.momentum)
-        for name in ("cell", "hidden", "output"):
-            check_least(name, getattr(self, name), 1)
-        for name in ("simclr_weight", "byol_weight"):
-            check_least(name, getattr(self, name), 0)
-        check_positive("temperature", self.temperature)
+        validate(self, "objective_settings")
 
 
 @dataclass(frozen=True, kw_only=True)

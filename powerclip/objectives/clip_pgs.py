@@ -23,30 +23,23 @@ from powerclip.objectives.selection.clusters import anchor_count, anchor_similar
 from powerclip.objectives.selection.edges import edge_strength
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
 from powerclip.objectives.selection.transport import balance
-from powerclip.objectives.settings import check_finite, check_least, check_positive, check_share
+from powerclip.settings import NonNegativeInt, PositiveFloat, PositiveShare, Share, validate
 
 
 @dataclass(frozen=True)
 class ClipPgsSettings:
     """How CLIP-PGS masks."""
 
-    anchors: float = 0.05  # share of the patches that are drawn as anchors
-    ratio: float = 0.5  # share of a batch's patches that is masked, by choice of the threshold
-    least: float = 0.3  # smallest share of an image that is masked: 0.3 or 0.5 in the paper
-    threshold: float | None = None  # a fixed one for the balanced similarity, in place of `ratio`
-    edge: float = 0.5  # gradient, as a share of the image's largest, above which a patch is an edge; 1: none is
-    epsilon: float = 0.1  # entropy of the transport plan: the larger, the more alike all patches become
-    iterations: int = 50  # of Sinkhorn; 0 leaves the similarity as it is
+    anchors: PositiveShare = 0.05  # share of the patches that are drawn as anchors
+    ratio: Share = 0.5  # share of a batch's patches that is masked, by choice of the threshold
+    least: Share = 0.3  # smallest share of an image that is masked: 0.3 or 0.5 in the paper
+    threshold: float | None = None  # a fixed threshold of the balanced similarity, in place of ratio
+    edge: Share = 0.5  # gradient, as a share of the image's largest, above which a patch is an edge; 1: none is
+    epsilon: PositiveFloat = 0.1  # entropy of the transport plan: the larger, the more alike all patches become
+    iterations: NonNegativeInt = 50  # Sinkhorn's iterations; 0 leaves the similarity as it is
 
     def __post_init__(self) -> None:
-        check_share("anchors", self.anchors, above=0)
-        check_share("ratio", self.ratio)
-        check_share("least", self.least)
-        if self.threshold is not None:
-            check_finite("threshold", self.threshold)
-        check_share("edge", self.edge)
-        check_positive("epsilon", self.epsilon)
-        check_least("iterations", self.iterations, 0)
+        validate(self, "objective_settings")
 
 
 class ClipPgs(MaskedClip):

@@ -20,25 +20,21 @@ from powerclip.encoders.selector import PatchContext
 from powerclip.objectives.masked import MaskedClip
 from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
 from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
-from powerclip.objectives.settings import check_finite, check_share
+from powerclip.settings import PositiveShare, Share, validate
 
 
 @dataclass(frozen=True)
 class EClipSettings:
     """How E-CLIP masks."""
 
-    anchors: float = 0.03  # share of the patches that are drawn as anchors
-    ratio: float = 0.5  # share of a batch's patches that is masked, by choice of the threshold
-    least: float = 0.3  # smallest share of an image that is masked
-    threshold: float | None = None  # a fixed one, in place of `ratio`
+    anchors: PositiveShare = 0.03  # share of the patches that are drawn as anchors
+    ratio: Share = 0.5  # share of a batch's patches that is masked, by choice of the threshold
+    least: Share = 0.3  # smallest share of an image that is masked
+    threshold: float | None = None  # a fixed threshold of the similarity, in place of ratio
     embedding: bool = False  # whether similarity moves from pixels to embeddings during the run
 
     def __post_init__(self) -> None:
-        check_share("anchors", self.anchors, above=0)
-        check_share("ratio", self.ratio)
-        check_share("least", self.least)
-        if self.threshold is not None:
-            check_finite("threshold", self.threshold)
+        validate(self, "objective_settings")
 
 
 class EClip(MaskedClip):

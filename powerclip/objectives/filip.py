@@ -24,9 +24,9 @@ from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.late_interaction import group_lengths, late_interaction, spread_lengths
 from powerclip.objectives.scale import clamp_scale, learned_scale
-from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 class FilipSettings:
     """What FILIP compares."""
 
-    global_weight: float = 1.0  # w; 0 is FILIP as printed
-    scale: float = 14.3  # c at the start
+    global_weight: NonNegativeFloat = 1.0  # w, the weight of CLIP's own loss; 0 is FILIP as printed
+    scale: PositiveFloat = 14.3  # c, the learned scale of the local softmax, at the start
     ends: bool = True  # whether the tokens for start and end of text take part
 
     def __post_init__(self) -> None:
-        check_least("global_weight", self.global_weight, 0)
-        check_positive("scale", self.scale)
+        validate(self, "objective_settings")
 
 
 def filip_loss(

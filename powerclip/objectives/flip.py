@@ -19,8 +19,8 @@ from powerclip.encoders.selector import RandomPatches
 from powerclip.objectives.base import Phase
 from powerclip.objectives.clip import Clip
 from powerclip.objectives.plan import Draws, Plan
-from powerclip.objectives.settings import check_least, check_share
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.settings import NonNegativeFloat, PositiveShare, Share, validate
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 class FlipSettings:
     """How much of an image FLIP sees, and when."""
 
-    keep: float = 0.5  # share of the patches that stay
-    tuning: float = 0.01  # share of the steps, at the end, that see whole images
-    tuning_rate: float = 0.01  # learning rate of those steps, as a share of the recipe's
+    keep: PositiveShare = 0.5  # share of the patches that stay
+    tuning: Share = 0.01  # share of the steps, at the end, that see whole images
+    tuning_rate: NonNegativeFloat = 0.01  # learning rate of those steps, as a share of the recipe's
 
     def __post_init__(self) -> None:
-        check_share("keep", self.keep, above=0)
-        check_share("tuning", self.tuning)
-        check_least("tuning_rate", self.tuning_rate, 0)
+        validate(self, "objective_settings")
 
 
 class Flip(Clip):

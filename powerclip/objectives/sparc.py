@@ -23,9 +23,9 @@ from torch import Tensor
 from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.scale import clamp_scale, learned_scale
-from powerclip.objectives.settings import check_least, check_positive
 from powerclip.objectives.words import real_tokens
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 class SparcSettings:
     """What SPARC adds up."""
 
-    global_weight: float = 0.5
-    local_weight: float = 1.0
-    scale: float = 14.3  # c at the start
+    global_weight: NonNegativeFloat = 0.5  # weight of CLIP's own loss
+    local_weight: NonNegativeFloat = 1.0  # weight of the loss between tokens and their groups of patches
+    scale: PositiveFloat = 14.3  # c, the learned scale of the local softmax, at the start
     ends: bool = True  # whether the tokens for start and end of text take part
 
     def __post_init__(self) -> None:
-        check_least("global_weight", self.global_weight, 0)
-        check_least("local_weight", self.local_weight, 0)
-        check_positive("scale", self.scale)
+        validate(self, "objective_settings")
 
 
 def group_patches(words: Tensor, patches: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 Scores = dict[str, float]  # `benchmark/measure` → share of right answers, 0 to 1
 Evaluation = Callable[["DualEncoder"], Mapping[str, float]]
 
-SCENES = 500
-
 
 def make_evaluation(recipe: Recipe, encoder: DualEncoder, store: CorpusStore | None = None) -> Evaluation | None:
     """The function that scores a model as `recipe.evaluation` says, or None when it asks for nothing.
@@ -36,7 +34,7 @@ def make_evaluation(recipe: Recipe, encoder: DualEncoder, store: CorpusStore | N
         benchmark = store.comparisons(asked.composition, "evaluation.composition")
         parts.append(lambda model: composition_scores(model, tokenizer, benchmark))
     if asked.scenes:
-        parts.append(lambda model: scene_scores(model, tokenizer))
+        parts.append(lambda model: scene_scores(model, tokenizer, asked.scenes))
     if not parts:
         return None
     return lambda model: {name: score for part in parts for name, score in part(model).items()}
@@ -68,7 +66,7 @@ def composition_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, benchm
     }
 
 
-def scene_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int = SCENES) -> Scores:
+def scene_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int) -> Scores:
     """The means of the benchmarks on the embedded test scenes."""
     from powerclip.evaluate.embeddings import device_of
     from powerclip.evaluate.scenes import evaluate_scenes

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import MOST_ENUMERATED
+from powerclip.data.tokens import Nodes
 from powerclip.errors import UserError, nearest
-from powerclip.train import schema, yaml_text
+from powerclip.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    Share,
+    build,
+    check,
+    parse_yaml,
+    to_yaml,
+    validate,
+)
+
+# What `evaluation.scenes: true` means.
+DEFAULT_SCENES = 500
 
 
 @dataclass(frozen=True)
 class ModelSection:
     """Which towers: an open_clip model by name, or an open_clip model config written out."""
 
-    name: str | None = None
-    config: dict[str, Any] | None = None
-    pretrained: str | None = None  # an open_clip tag or a checkpoint file
+    name: str | None = None  # an open_clip model, such as ViT-B-16
+    config: dict[str, Any] | None = None  # instead of a name: open_clip's embed_dim, vision_cfg and text_cfg
+    pretrained: str | None = None  # an open_clip tag or a checkpoint file; null: random weights
 
     def __post_init__(self) -> None:
+        validate(self, "model")
         if (self.name is None) == (self.config is None):
             state = "both are" if self.name else "neither is"
             raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
@@ -36,28 +53,22 @@ class DataSection:
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
     trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
     sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
-    crop: float = 0.9  # smallest share of an image that a crop keeps
-    seed: int = 0
-    window: int = 8  # of shards: how many are shuffled together
-    workers: int = 1  # prepare batches ahead: threads, of shards processes; 0: each batch is made when it is needed
+    crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
+    seed: NonNegativeInt = 0  # of the order of the samples, or of the scenes
+    window: PositiveInt = 8  # of shards: how many are shuffled together
+    workers: NonNegativeInt = 1  # threads, of shards processes, that prepare batches ahead; 0: none
     strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
-    max_bad: float = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
-    samples: int | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
+    max_bad: Share = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
+    samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
 
     def __post_init__(self) -> None:
-        _at_least(0, data_seed=self.seed, data_workers=self.workers)
-        _at_least(1, data_samples=1 if self.samples is None else self.samples)
+        validate(self, "data")
         if self.source == "corpus" and not self.shards:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
         if self.source == "shards" and not self.shards:
             raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
         if self.source == "shards" and self.trees:
             raise ValueError("data.trees is a corpus' file; the trees of shards lie in sidecars (data.sidecars)")
-        _at_least(1, data_window=self.window)
-        if not 0 <= self.max_bad <= 1:
-            raise ValueError(f"data.max_bad must lie in [0, 1], not {self.max_bad}")
-        if not 0 < self.crop <= 1:
-            raise ValueError(f"data.crop must lie in (0, 1], not {self.crop}")
 
 
 @dataclass(frozen=True)
@@ -65,80 +76,57 @@ class RegionsSection:
     """Which regions of an image take part (§3.2)."""
 
     kind: Literal["random", "segments"] = "random"  # segments: stored masks, topped up with random boxes
-    count: int = 10  # M
-    largest: float = 1.0  # longest side of a box, as a share of the image's
+    count: PositiveInt = 10  # M, the regions of each image
+    largest: PositiveShare = 1.0  # longest side of a box, as a share of the image's
 
     def __post_init__(self) -> None:
-        _at_least(1, regions_count=self.count)
-        if not 0 < self.largest <= 1:
-            raise ValueError(f"regions.largest must lie in (0, 1], not {self.largest}")
+        validate(self, "regions")
 
 
 @dataclass(frozen=True)
 class OptimSection:
     """AdamW with linear warm-up and cosine decay; the numbers of the common CC12M recipe."""
 
-    lr: float = 1e-3
-    weight_decay: float = 0.2
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-6
-    warmup: int = 0  # steps
-    schedule: Literal["cosine", "constant"] = "cosine"
-    grad_clip: float | None = None  # largest gradient norm
+    lr: NonNegativeFloat = 1e-3  # peak learning rate
+    weight_decay: NonNegativeFloat = 0.2  # of matrices; gains, biases and scales do not decay
+    beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9  # decay of Adam's first moment
+    beta2: Annotated[float, Range(ge=0, lt=1)] = 0.98  # decay of Adam's second moment
+    eps: PositiveFloat = 1e-6  # added to Adam's denominator
+    warmup: NonNegativeInt = 0  # steps of linear warm-up
+    schedule: Literal["cosine", "constant"] = "cosine"  # the learning rate after the warm-up
+    grad_clip: PositiveFloat | None = None  # largest norm of the gradient; null: no limit
 
     def __post_init__(self) -> None:
-        _at_least(0, optim_lr=self.lr, optim_weight_decay=self.weight_decay, optim_warmup=self.warmup)
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name} must lie in [0, 1), not {getattr(self, name)}")
-        if not self.eps > 0:
-            raise ValueError(f"optim.eps must be positive, not {self.eps}")
-        if self.grad_clip is not None and not self.grad_clip > 0:
-            raise ValueError(f"optim.grad_clip must be positive or null, not {self.grad_clip}")
+        validate(self, "optim")
 
 
 @dataclass(frozen=True)
 class TrainSection:
     """How long, on what, and what is written down on the way."""
 
-    steps: int = 1000
-    epochs: float | None = None  # instead of steps: passes over the data
-    batch_size: int = 128  # C
-    seed: int = 0  # of the weights and the regions; the scenes have data.seed
+    steps: PositiveInt = 1000  # updates of the run
+    epochs: PositiveFloat | None = None  # instead of steps: passes over the data
+    batch_size: Annotated[int, Range(ge=2)] = 128  # C, the pairs of a batch on all ranks; one has no negative
+    seed: NonNegativeInt = 0  # of the weights and the regions; the data have data.seed
     device: str = "auto"  # auto: a GPU when there is one
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
-    # The towers: as a whole, or each block by itself, which is there in a quarter of the time; auto: whole, on a GPU,
+    # The towers: as a whole, or each block by itself, which compiles in a quarter of the time; auto: whole, on a GPU,
     # and replayed as CUDA graphs where one process takes whole batches
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
-    accumulate: int = 1  # parts in which each rank's share of a batch goes through the towers; the loss sees all of it
+    accumulate: PositiveInt = 1  # parts in which a rank's share of a batch passes the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
-    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser spread over ranks (FSDP)
-    log_every: int = 10
-    checkpoint_every: int = 100  # steps; 0: none by their count
-    checkpoint_minutes: float | None = None  # minutes after the last one another is written
-    keep: int = 2  # checkpoints
-    max_skipped: int = 10  # updates in a row that may be left out because something is not finite
-    evaluate_every: int = 0  # 0: only at the end
-    save_model: bool = True  # false: the run leaves its results alone
+    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
+    log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
+    checkpoint_every: NonNegativeInt = 100  # steps; 0: none by their count
+    checkpoint_minutes: PositiveFloat | None = None  # minutes after the last one another is written
+    keep: PositiveInt = 2  # checkpoints that are kept, the newest
+    max_skipped: NonNegativeInt = 10  # updates in a row that may be left out because something is not finite
+    evaluate_every: NonNegativeInt = 0  # steps; 0: only at the end
+    save_model: bool = True  # false: the run keeps its results and no model
     wandb: str | None = None  # a Weights & Biases project that metrics go to as well
 
     def __post_init__(self) -> None:
-        _at_least(1, train_steps=self.steps, train_log_every=self.log_every, train_keep=self.keep)
-        _at_least(1, train_accumulate=self.accumulate)
-        # One pair has no negative to be told apart from.
-        _at_least(2, train_batch_size=self.batch_size)
-        _at_least(
-            0,
-            train_seed=self.seed,
-            train_checkpoint_every=self.checkpoint_every,
-            train_evaluate_every=self.evaluate_every,
-            train_max_skipped=self.max_skipped,
-        )
-        for name in ("epochs", "checkpoint_minutes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"train.{name} must be positive or null, not {value}")
+        validate(self, "train")
 
 
 @dataclass(frozen=True)
@@ -147,25 +135,30 @@ class EvaluationSection:
 
     retrieval: str | None = None  # shards of a held-out corpus, written as data.shards are
     composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
-    scenes: bool = False  # the embedded test scenes
+    scenes: NonNegativeInt = 0  # embedded test scenes; 0: none, true: 500
+
+    def __post_init__(self) -> None:
+        validate(self, "evaluation")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides a training run."""
 
-    model: ModelSection
+    model: ModelSection  # the towers
+    # The training method
     objective: Literal["clip", "powerclip", "flip", "a_clip", "e_clip", "clip_pgs", "filip", "sparc"] = "powerclip"
-    objective_settings: dict[str, Any] = field(default_factory=dict)  # of the six others; powerclip has `alignment`
-    nodes: Literal["phrases", "all"] = "phrases"  # all: single words that hang under a phrase are nodes too
-    data: DataSection = field(default_factory=DataSection)
-    regions: RegionsSection = field(default_factory=RegionsSection)
-    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
-    optim: OptimSection = field(default_factory=OptimSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    objective_settings: dict[str, Any] = field(default_factory=dict)  # of the other methods; powerclip has `alignment`
+    nodes: Nodes = "phrases"  # all: single words that hang under a phrase are nodes too
+    data: DataSection = field(default_factory=DataSection)  # the pairs
+    regions: RegionsSection = field(default_factory=RegionsSection)  # the regions of an image
+    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)  # the loss of objective powerclip
+    optim: OptimSection = field(default_factory=OptimSection)  # the optimiser
+    train: TrainSection = field(default_factory=TrainSection)  # the run
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)  # what is measured
 
     def __post_init__(self) -> None:
+        validate(self)
         if self.regions.kind == "segments" and self.data.source == "scenes":
             raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
         enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
@@ -217,23 +210,23 @@ def load_recipe(
     values: dict[str, Any] = {}
     for file, layer in _layers(path):
         _check_length(layer, str(file))
-        values = _merge(values, schema.check(layer, Recipe, str(file)))
+        values = _merge(values, _check(layer, str(file)))
     if changes is not None:
-        values = _merge(values, schema.check(changes, Recipe, source))
+        values = _merge(values, _check(changes, source))
     for override in overrides:
-        values = _merge(values, schema.check(_parse_override(override), Recipe, "command line"))
+        values = _merge(values, _check(_parse_override(override), "command line"))
     where = str(path) if changes is None else source
     return _build(values, f"{where} with {' '.join(overrides)}" if overrides else where)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
     """The recipe in a YAML text that extends nothing, such as the snapshot in a run folder."""
-    return _build(schema.check(yaml_text.parse(text, where), Recipe, where), where)
+    return _build(_check(parse_yaml(text, where), where), where)
 
 
 def dump(recipe: Recipe) -> str:
     """The whole recipe as YAML, defaults included; `parse_recipe` reads it back."""
-    return yaml_text.write(asdict(recipe))
+    return to_yaml(asdict(recipe))
 
 
 def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
@@ -309,7 +302,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file") from None
-    values = yaml_text.parse(text, str(path))
+    values = parse_yaml(text, str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -322,10 +315,18 @@ def _parse_override(text: str) -> dict[str, Any]:
     if not equals or not key:
         raise UserError(f"command line: {text!r} is not key=value (for example optim.lr=1e-3)")
     # YAML reserves @; here it begins a list of shards.
-    nested: Any = value if value.startswith("@") else yaml_text.parse(value, f"command line, {key}")
+    nested: Any = value if value.startswith("@") else parse_yaml(value, f"command line, {key}")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested  # type: ignore[no-any-return]
+
+
+def _check(values: Any, where: str) -> dict[str, Any]:
+    """The values of one layer, converted to the types of a recipe."""
+    match values:
+        case {"evaluation": {"scenes": bool(wanted)}}:
+            values = {**values, "evaluation": {**values["evaluation"], "scenes": DEFAULT_SCENES if wanted else 0}}
+    return check(values, Recipe, where)
 
 
 def _check_length(layer: Mapping[str, Any], where: str) -> None:
@@ -355,7 +356,7 @@ def _build(values: dict[str, Any], where: str) -> Recipe:
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}
-        recipe = schema.build(Recipe, {**rest, "alignment": asdict(alignment)})
+        recipe = build(Recipe, {**rest, "alignment": asdict(alignment)})
         settings = _objective_settings(recipe.objective, values.get("objective_settings", {}), where)
         return replace(recipe, objective_settings=settings, train=_with_length(recipe))
     except ValueError as error:
@@ -378,7 +379,7 @@ def _objective_settings(objective: str, given: Mapping[str, Any], where: str) ->
 
     if objective in SETTINGS:
         kind = SETTINGS[objective]
-        built: Any = schema.build(kind, schema.check(given, kind, where, "objective_settings."))
+        built: Any = build(kind, check(given, kind, where, "objective_settings"))
         return asdict(built)
     if given:
         other = "; its settings are under 'alignment'" if objective == "powerclip" else ""
@@ -394,10 +395,3 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _at_least(minimum: int, **values: float) -> None:
-    """Each value, named section_key, is at least `minimum` (which NaN is not)."""
-    for name, value in values.items():
-        if not value >= minimum:
-            raise ValueError(f"{name.replace('_', '.', 1)} must be at least {minimum}, not {value}")

@@ -10,7 +10,7 @@ from statistics import median
 
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
-from powerclip.train import schema
+from powerclip.settings import check
 
 # The first logged steps compile, warm caches up and wait for the first batches.
 WARM_UP_ROWS = 2
@@ -35,7 +35,7 @@ def write_results(path: Path, results: Results) -> None:
 def read_results(path: Path) -> Results:
     """Read the file back; UserError when it is damaged or not one of ours."""
     try:
-        results = Results(**schema.check(json.loads(path.read_text(encoding="utf-8")), Results, str(path)))
+        results = Results(**check(json.loads(path.read_text(encoding="utf-8")), Results, str(path)))
         if not all(isinstance(value, int | float) for value in (*results.scores.values(), *results.last.values())):
             raise TypeError("a score or a logged value is not a number")
         return results

@@ -238,7 +238,7 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"similarity": "average"}, "alignment.similarity: 'average' is not one of sum, mean"),
+        ({"similarity": "average"}, r"'alignment.similarity' must be sum \| mean, got 'average'"),
         ({"alpha": 1.5}, "alignment.alpha must lie in"),
         ({"tau": 0.0}, "alignment.tau must be positive"),
         ({"r2t": False, "t2r": False}, "nothing is left to align"),
