@@ -15,6 +15,7 @@ import torch
 
 from powerclip.analysis.measure import Measurement, measure
 from powerclip.errors import UserError
+from powerclip.report.table import Table
 from powerclip.runtime.environment import machine
 
 __all__ = ["RESULTS", "Measurement", "markdown", "measure", "origin", "run", "write_result"]
@@ -60,8 +61,8 @@ def _git(*arguments: str) -> str:
 
 
 def markdown(rows: Sequence[Sequence[object]], heads: Sequence[str]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    """The rows as a Markdown table."""
+    return Table.plain(heads, rows).markdown()
 
 
 def write_result(folder: Path, name: str, made: dict[str, str], data: dict[str, Any], text: str) -> Path:

@@ -117,8 +117,7 @@ def tables(
     published: Annotated[bool, typer.Option(help="Show the paper's published rows as well.")] = True,
 ) -> None:
     """Set results beside the paper's published ones: its Tables 1 to 5 and the linear probe."""
-    from powerclip.evaluate.paper_tables import build_tables, collect
-    from powerclip.evaluate.table_formats import render
+    from powerclip.evaluate.paper_tables import build_tables, collect, render
     from powerclip.runtime.files import write_atomic
 
     form = output.suffix.lstrip(".").lower() if output is not None else "md"

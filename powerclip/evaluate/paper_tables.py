@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from powerclip.errors import UserError
 from powerclip.evaluate.composition import GROUPS, KINDS
 from powerclip.evaluate.runner import read_records
 from powerclip.evaluate.suites import BENCHMARKS
+from powerclip.report.page import html_page
+from powerclip.report.table import Cell, Column, Row, Table, fixed, rank
+
+FORMATS = ("md", "tex", "html")
 
 _RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
 _LABELS = {benchmark.key: benchmark.label for benchmark in BENCHMARKS}
@@ -24,84 +30,110 @@ _SIDES = ("text", "image")
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table."""
+class Metric:
+    """A column of a paper's table."""
 
     key: str
     label: str
     over: tuple[str, ...] = ()  # the columns that it is the mean of
-    group: str = ""  # what neighbouring columns share, where a format can write it above them
-    part: str = ""  # the label below it
+    group: str = ""  # what neighbouring columns share
+    short: str = ""  # the label below the group's name
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method and what it reached, in percent; what was not measured is missing."""
+class Method:
+    """A row: a method and what it reached, in percent; what was not measured is missing."""
 
     name: str
     values: Mapping[str, float]
     published: bool = False
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A value as it is shown."""
-
-    text: str
-    mark: str = ""  # "best", "second" or nothing
+    def value(self, metric: Metric) -> float | None:
+        """A value, or the mean of others if all of them are there."""
+        if not metric.over:
+            return self.values.get(metric.key)
+        return _mean([self.values.get(key) for key in metric.over])
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """One table of the paper."""
 
     key: str
     title: str
-    columns: tuple[Column, ...]  # those measured, then those computed
-    rows: tuple[Row, ...]
+    metrics: tuple[Metric, ...]  # those measured, then those computed
+    methods: tuple[Method, ...]
     counted: bool = True  # whether its wins count: not those that another table has already
 
-    def value(self, row: Row, column: Column) -> float | None:
-        """A value, or the mean of others if all of them are there."""
-        if not column.over:
-            return row.values.get(column.key)
-        parts = [row.values.get(key) for key in column.over]
-        known = [part for part in parts if part is not None]
-        return sum(known) / len(known) if len(known) == len(parts) else None
+    def wins(self) -> list[int]:
+        """For each method the measured columns, averages not among them, in which none is better.
 
-    def cells(self) -> list[tuple[Row, list[Cell]]]:
-        """The table's body: one decimal, ranked by what is shown."""
-        grid = [[self.value(row, column) for column in self.columns] for row in self.rows]
-        marks = [rank([line[place] for line in grid]) for place in range(len(self.columns))]
-        return [
-            (
-                row,
-                [Cell(show(value), marks[place][number]) for place, value in enumerate(grid[number])],
-            )
-            for number, row in enumerate(self.rows)
-        ]
+        A tie counts for both; a single value is no contest.
+        """
+        wins = [0] * len(self.methods)
+        for metric in self.metrics:
+            values = [method.value(metric) for method in self.methods]
+            shown = [None if value is None else float(fixed(value)) for value in values]
+            known = [value for value in shown if value is not None]
+            if metric.over or len(known) < 2:
+                continue
+            wins = [count + (value == max(known)) for count, value in zip(wins, shown, strict=True)]
+        return wins
 
-    def wins(self) -> dict[str, int]:
-        """Method → measured columns, averages not among them, in which none is better. A tie counts for both."""
-        body = self.cells()
-        measured = [place for place, column in enumerate(self.columns) if not column.over]
-        return {row.name: sum(cells[place].mark == "best" for place in measured) for row, cells in body}
-
-
-def show(value: float | None) -> str:
-    """One decimal, halves upwards as the paper's tables have them; a dash for nothing."""
-    return "–" if value is None else f"{int(10 * value + 0.5 + 1e-9) / 10:.1f}"
+    def table(self) -> Table:
+        """One decimal, ranked by what is shown, and how often each method leads."""
+        grid = [[method.value(metric) for metric in self.metrics] for method in self.methods]
+        marks = [rank(column) for column in zip(*grid, strict=True)]
+        wins = self.wins()
+        rows = []
+        for number, method in enumerate(self.methods):
+            cells = [Cell(fixed(value), marks[k][number]) for k, value in enumerate(grid[number])]
+            cells.append(Cell(str(wins[number])))
+            css = "" if method.published else "measured"
+            rows.append(Row(method.name, cells, published=method.published, css=css))
+        columns = [Column(metric.label, metric.group, metric.short) for metric in self.metrics]
+        return Table([*columns, Column("Wins")], rows, title=self.title, corner="Method")
 
 
-def rank(values: Sequence[float | None]) -> list[str]:
-    """The mark of each value, by what is shown of it; equal ones share it.
+def render(tables: Sequence[PaperTable], form: str) -> str:
+    """The tables as a document in one of `FORMATS`, with how often each method leads.
 
-    A single value is no contest, and of two the second is the last.
+    Raises:
+        UserError: there is no such format.
     """
-    known = [float(show(value)) for value in values if value is not None]
-    places = sorted(set(known), reverse=True)
-    names = dict(zip(places, ("best", "second")[: len(known) - 1], strict=False)) if known else {}
-    return ["" if value is None else names.get(float(show(value)), "") for value in values]
+    if form not in FORMATS:
+        raise UserError(f"there is no format {form!r} for tables; known: {', '.join(FORMATS)}")
+    made = [table.table() for table in tables]
+    wins, note = wins_line(tables), _note(tables)
+    if form == "md":
+        return "\n\n".join([*(table.markdown() for table in made), wins, note]) + "\n"
+    if form == "tex":
+        # LaTeX numbers its tables itself.
+        captions = [re.sub(r"^(Table \d+)\. (.*)", r"\2. The paper's \1", table.title) + "." for table in tables]
+        parts = [table.latex(caption) for table, caption in zip(made, captions, strict=True)]
+        return "\n\n".join(["% needs \\usepackage{booktabs,graphicx}", *parts, f"% {note}"]) + "\n"
+    body = "\n".join([*(table.html() for table in made), f"<p>{escape(wins)}</p>", f"<p>{escape(note)}</p>"])
+    return html_page("Results beside the paper's", body, wide=True)
+
+
+def wins_line(tables: Sequence[PaperTable]) -> str:
+    """`Wins in 47 columns: PowerCLIP-S† 35, …`, the most first."""
+    total: dict[str, int] = {}
+    counted = [table for table in tables if table.counted] or list(tables)
+    columns = sum(1 for table in counted for metric in table.metrics if not metric.over)
+    for table in counted:
+        for method, count in zip(table.methods, table.wins(), strict=True):
+            name = method.name + ("†" if method.published else "")
+            total[name] = total.get(name, 0) + count
+    listed = sorted(total.items(), key=lambda item: -item[1])
+    return f"Wins in {columns} columns: " + ", ".join(f"{name} {count}" for name, count in listed) + "."
+
+
+def _note(tables: Sequence[PaperTable]) -> str:
+    """What the marks mean, of those that are there."""
+    note = "Percent. Best bold, second of three or more underlined, by the values as shown."
+    published_rows = any(method.published for table in tables for method in table.methods)
+    return note + (" † as published in the paper, not measured here." if published_rows else "")
 
 
 def published() -> dict[str, Any]:
@@ -111,7 +143,7 @@ def published() -> dict[str, Any]:
     return tables
 
 
-def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
+def layouts() -> dict[str, tuple[str, tuple[Metric, ...]]]:
     """Key → title and columns of each table."""
     plain = {suite: [b.key for b in BENCHMARKS if b.suite == suite] for suite in ("classification", "robustness")}
     robust = plain["robustness"]
@@ -119,17 +151,17 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
     return {
         "classification": (
             "Table 1. Zero-shot classification, top-1 accuracy (VOC07: mean average precision in measured rows)",
-            (*_plain(plain["classification"]), Column("avg", "Avg", tuple(plain["classification"]))),
+            (*_plain(plain["classification"]), Metric("avg", "Avg", tuple(plain["classification"]))),
         ),
         "retrieval": (
             "Table 2. Zero-shot retrieval, recall",
             (
                 *(
-                    Column(key, f"{_LABELS[name]} {side} R@{k}", group=f"{_LABELS[name]} {side}", part=f"R@{k}")
+                    Metric(key, f"{_LABELS[name]} {side} R@{k}", group=f"{_LABELS[name]} {side}", short=f"R@{k}")
                     for key, name, side, k in recalls
                 ),
                 *(
-                    Column(
+                    Metric(
                         f"avg@{k}", f"Avg R@{k}", tuple(key for key, *_, own in recalls if own == k), "Avg", f"R@{k}"
                     )
                     for k in (1, 5, 10)
@@ -140,22 +172,22 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
             "Table 3. Robustness, top-1 accuracy",
             (
                 *_plain(robust),
-                Column("in", "IN", tuple(robust[:1])),
-                Column("ood", "OOD", tuple(robust[1:])),
-                Column("all", "All", tuple(robust)),
+                Metric("in", "IN", tuple(robust[:1])),
+                Metric("ood", "OOD", tuple(robust[1:])),
+                Metric("all", "All", tuple(robust)),
             ),
         ),
         "sugarcrepe": (
             "Table 4. Compositionality, SugarCrepe",
-            (Column("obj", "Obj"), Column("att", "Att"), Column("rel", "Rel")),
+            (Metric("obj", "Obj"), Metric("att", "Att"), Metric("rel", "Rel")),
         ),
         "winoground": (
             "Table 5. Compositionality, Winoground",
-            (Column("text", "Text"), Column("image", "Image"), Column("group", "Group")),
+            (Metric("text", "Text"), Metric("image", "Image"), Metric("group", "Group")),
         ),
         "probe": (
             "Table 9. Linear probe, top-1 accuracy",
-            tuple(Column(name, _LABELS[f"{name}:probe"]) for name in ("cifar10", "cifar100", "imagenet1k")),
+            tuple(Metric(name, _LABELS[f"{name}:probe"]) for name in ("cifar10", "cifar100", "imagenet1k")),
         ),
         "sugarcrepe_kinds": (
             "Table 12. Compositionality, SugarCrepe by kind",
@@ -164,7 +196,7 @@ def layouts() -> dict[str, tuple[str, tuple[Column, ...]]]:
     }
 
 
-def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = True) -> list[Table]:
+def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = True) -> list[PaperTable]:
     """The tables that the results have something for; all of the paper's where there are no results.
 
     Raises:
@@ -173,23 +205,23 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
     measured = measured_rows(records)
     tables = []
     for key, (title, columns) in layouts().items():
-        rows: list[Row] = []
+        rows: list[Method] = []
         if with_published:
             printed = published()[key]
             # The printed averages stand behind the columns, and are not taken.
             rows = [
-                Row(name, dict(zip(printed["columns"], values, strict=False)), published=True)
+                Method(name, dict(zip(printed["columns"], values, strict=False)), published=True)
                 for name, values in printed["rows"].items()
             ]
-        ours = [Row(name, tables_of[key]) for name, tables_of in measured.items() if tables_of.get(key)]
+        ours = [Method(name, tables_of[key]) for name, tables_of in measured.items() if tables_of.get(key)]
         if ours or not records:
             # Table 4 has the wins of Table 12 already.
-            tables.append(Table(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
-    own = [Row(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
+            tables.append(PaperTable(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
+    own = [Method(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
     if own:
         known = {column.key: column for record in records for column in _own(record)}
         columns = tuple(known[key] for key in dict.fromkeys(key for row in own for key in row.values))
-        tables.append(Table("own", "Other data", columns, tuple(own), False))
+        tables.append(PaperTable("own", "Other data", columns, tuple(own), False))
     if not tables:
         raise UserError("none of the results has a metric that the tables show")
     return tables
@@ -224,11 +256,11 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         known = {label: 100 * value for label, value in shares.items() if _is_number(value)}
         if known:
             row = tables.setdefault(key, {})
-            differ = next((label for label, value in known.items() if show(row.get(label, value)) != show(value)), None)
-            if differ:
+            changed = [label for label, value in known.items() if fixed(row.get(label, value)) != fixed(value)]
+            if changed:
                 raise UserError(
-                    f"two results of {name} on {record['dataset']} differ, {show(row[differ])} and "
-                    f"{show(known[differ])}: leave one of them out"
+                    f"two results of {name} on {record['dataset']} differ, {fixed(row[changed[0]])} and "
+                    f"{fixed(known[changed[0]])}: leave one of them out"
                 )
             row.update(known)
     for tables in found.values():
@@ -265,18 +297,18 @@ def _recalls(metrics: Mapping[str, float | None]) -> dict[tuple[str, int], float
     return {key: metrics[name] for key, name in names.items() if name in metrics}
 
 
-def _own(record: Mapping[str, Any]) -> dict[Column, float | None]:
+def _own(record: Mapping[str, Any]) -> dict[Metric, float | None]:
     """The metrics of a result that tell most, in columns of their own."""
     dataset, metrics = _dataset(str(record["dataset"])), record["metrics"]
 
-    def column(group: str, part: str, between: str = " ") -> Column:
+    def column(group: str, part: str, between: str = " ") -> Metric:
         label = f"{group}{between}{part}"
-        return Column(label, label, group=group, part=part)
+        return Metric(label, label, group=group, short=part)
 
     if recalls := _recalls(metrics):
         return {column(f"{dataset} {side}", f"R@{k}"): value for (side, k), value in recalls.items()}
     head, _, part = dataset.rpartition("/")
-    alone = column(head, part, "/") if head else Column(dataset, dataset)
+    alone = column(head, part, "/") if head else Metric(dataset, dataset)
     shown = {
         "acc1": alone,
         "lp_acc1": column(dataset, "probe"),
@@ -293,9 +325,9 @@ def _complete(record: Mapping[str, Any]) -> bool:
     return not record.get("powerclip", {}).get("counts", {}).get("missing")
 
 
-def _kind(kind: str) -> Column:
+def _kind(kind: str) -> Metric:
     change, _, what = kind.partition("_")
-    return Column(kind, f"{change.capitalize()} {what.capitalize()}", (), change.capitalize(), what.capitalize())
+    return Metric(kind, f"{change.capitalize()} {what.capitalize()}", (), change.capitalize(), what.capitalize())
 
 
 def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -315,8 +347,8 @@ def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return records
 
 
-def _plain(keys: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(Column(key, _LABELS[key]) for key in keys)
+def _plain(keys: Sequence[str]) -> tuple[Metric, ...]:
+    return tuple(Metric(key, _LABELS[key]) for key in keys)
 
 
 def _dataset(name: str) -> str:

@@ -9,28 +9,46 @@ import pytest
 
 from powerclip.errors import UserError
 from powerclip.evaluate.composition import GROUPS, KINDS
-from powerclip.evaluate.paper_tables import Column, Row, Table, build_tables, collect, measured_rows, published, rank
-from powerclip.evaluate.table_formats import FORMATS, markdown, render, wins_line
+from powerclip.evaluate.paper_tables import (
+    FORMATS,
+    Method,
+    Metric,
+    PaperTable,
+    build_tables,
+    collect,
+    measured_rows,
+    published,
+    render,
+    wins_line,
+)
 
 
 def result(dataset, metrics, task="zeroshot_classification", model="ours"):
     return {"dataset": dataset, "model": model, "pretrained": "", "task": task, "metrics": metrics, "language": "en"}
 
 
+def wins(table):
+    """By the names of the methods, which differ here."""
+    return {method.name: count for method, count in zip(table.methods, table.wins(), strict=True)}
+
+
 def test_printed_averages_are_those_of_the_rows_but_for_the_two_that_the_notes_list():
     wrong = []
     for table in build_tables([]):
         printed = published()[table.key]
-        for row in table.rows:
-            given = dict(zip([*printed["columns"], *printed["averages"]], printed["rows"][row.name], strict=True))
-            for column in table.columns:
-                if column.over and abs(table.value(row, column) - given[column.key]) > 0.075:
-                    wrong.append((table.key, row.name, column.key, round(table.value(row, column), 2)))
+        for method in table.methods:
+            given = dict(zip([*printed["columns"], *printed["averages"]], printed["rows"][method.name], strict=True))
+            for metric in table.metrics:
+                if metric.over and abs(method.value(metric) - given[metric.key]) > 0.075:
+                    wrong.append((table.key, method.name, metric.key, round(method.value(metric), 2)))
     assert wrong == [("robustness", "CLIP", "ood", 29.92), ("robustness", "A-CLIP", "ood", 29.28)]
 
 
 def test_the_published_tables_have_the_papers_shape():
-    shapes = {table.key: (len(table.rows), len([c for c in table.columns if not c.over])) for table in build_tables([])}
+    shapes = {
+        table.key: (len(table.methods), len([metric for metric in table.metrics if not metric.over]))
+        for table in build_tables([])
+    }
     assert shapes == {
         "classification": (9, 17),
         "retrieval": (9, 18),
@@ -44,7 +62,7 @@ def test_the_published_tables_have_the_papers_shape():
 
 def test_the_paper_leads_where_the_notes_count_it():
     tables = {table.key: table for table in build_tables([])}
-    lead = {key: table.wins() for key, table in tables.items()}
+    lead = {key: wins(table) for key, table in tables.items()}
     assert lead["classification"]["PowerCLIP-S"] + lead["classification"]["PowerCLIP-R"] == 12
     assert lead["retrieval"]["PowerCLIP-S"] == 17
     assert lead["retrieval"]["PowerCLIP-R"] == 1
@@ -66,17 +84,17 @@ def test_a_measured_model_stands_beside_the_published_ones():
         ),
     ]
     tables = {table.key: table for table in build_tables(records)}
-    ours = {key: table.rows[-1].values for key, table in tables.items()}
+    ours = {key: table.methods[-1].values for key, table in tables.items()}
     assert ours["classification"] == pytest.approx({"cifar10": 91.3, "voc2007_multilabel": 70})
     assert ours["sugarcrepe"] == pytest.approx({"obj": 70})  # of Att, only one kind of three was measured
     assert ours["winoground"] == pytest.approx({"text": 30, "image": 20, "group": 10})
     assert ours["probe"] == pytest.approx({"cifar10": 95})
     table = tables["classification"]
-    assert table.value(table.rows[-1], table.columns[-1]) is None  # no average of what is not all there
-    assert table.wins()["ours"] == 2
-    assert "| ours |" in markdown([table])
-    assert "**91.3**" in markdown([table])
-    assert "<u>81.3</u>" in markdown([table])
+    assert table.methods[-1].value(table.metrics[-1]) is None  # no average of what is not all there
+    assert wins(table)["ours"] == 2
+    assert "| ours |" in render([table], "md")
+    assert "**91.3**" in render([table], "md")
+    assert "<u>81.3</u>" in render([table], "md")
 
 
 def test_table_4_is_made_of_table_12_but_for_the_numbers_that_the_notes_list():
@@ -99,11 +117,11 @@ def test_what_is_in_no_table_of_the_paper_has_a_table_of_its_own():
         result("edits/colour", {"acc": 0.6, "image_acc": 1, "text_acc": 0.6}, "image_caption_selection"),
     ]
     (table,) = build_tables(own)
-    assert (table.key, len(table.rows)) == ("own", 1)
-    labels = [column.label for column in table.columns]
+    assert (table.key, len(table.methods)) == ("own", 1)
+    labels = [metric.label for metric in table.metrics]
     assert labels[:2] == ["birds", "photos text R@1"]
     assert labels[-3:] == ["boxes in caption", "boxes alone", "edits/colour"]
-    assert table.rows[0].values["edits/colour"] == pytest.approx(60)
+    assert table.methods[0].values["edits/colour"] == pytest.approx(60)
     assert wins_line([table]).startswith("Wins in 10 columns")
     page = render([table], "html")
     assert '<th class="group" colspan="3">photos text</th>' in page  # names of datasets are not repeated
@@ -153,17 +171,18 @@ def test_neighbours_of_a_group_share_a_header_where_the_format_can():
     assert "| MS-COCO text R@1 |" in render(tables, "md")
 
 
-def test_ranks_go_by_what_is_shown_and_ties_share_them():
-    assert rank([70.34, 70.26, None, 71.0, 60.0]) == ["second", "second", "", "best", ""]
-    assert rank([5.0]) == [""]
-    assert rank([5.0, None, 6.0]) == ["", "", "best"]  # the second of two is the last
-    assert rank([5.0, 5.0]) == ["best", "best"]
-
-
 def test_a_tie_is_a_win_for_both():
-    table = Table("t", "T", (Column("a", "A"), Column("b", "B")), (Row("x", {"a": 1, "b": 2}), Row("y", {"a": 1})))
-    assert table.wins() == {"x": 1, "y": 1}
+    metrics = (Metric("a", "A"), Metric("b", "B"))
+    table = PaperTable("t", "T", metrics, (Method("x", {"a": 1, "b": 2}), Method("y", {"a": 1})))
+    assert wins(table) == {"x": 1, "y": 1}
     assert wins_line([table]) == "Wins in 2 columns: x 1, y 1."
+
+
+def test_a_measured_model_and_a_published_one_of_the_same_name_keep_their_own_wins():
+    both = (Method("CLIP", {"a": 1.0}, published=True), Method("CLIP", {"a": 2.0}))
+    table = PaperTable("t", "T", (Metric("a", "A"),), both)
+    assert table.wins() == [0, 1]
+    assert wins_line([table]) == "Wins in 1 columns: CLIP 1, CLIP† 0."
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
@@ -178,8 +197,8 @@ def test_every_format_shows_every_published_value(form):
 
 def test_averages_of_all_rows_are_computed_not_copied():
     (table,) = [table for table in build_tables([]) if table.key == "classification"]
-    row = table.rows[0]
-    assert table.value(row, table.columns[-1]) == pytest.approx(mean(row.values.values()))
+    method = table.methods[0]
+    assert method.value(table.metrics[-1]) == pytest.approx(mean(method.values.values()))
 
 
 def test_metrics_that_are_missing_or_no_numbers_are_dashes():
@@ -191,14 +210,14 @@ def test_metrics_that_are_missing_or_no_numbers_are_dashes():
         result("dtd", {"acc1": "high"}),
     ]
     (table,) = build_tables(records, with_published=False)
-    assert [cell.text for cell in table.cells()[0][1]] == ["–", "–", "30.0"]
+    assert [cell.text for cell in table.table().rows[0].cells] == ["–", "–", "30.0", "0"]
     with pytest.raises(UserError, match="none of the results has a metric"):
         build_tables(records[1:])
 
 
 def test_names_do_not_break_a_format():
     tables = build_tables([result("a|b", {"acc1": 0.5}, model="C:\\x~1^2")])
-    assert r"| Method | a\|b | Wins |" in markdown(tables)
+    assert r"| Method | a\|b | Wins |" in render(tables, "md")
     assert r"C:\textbackslash{}x\textasciitilde{}1\textasciicircum{}2" in render(tables, "tex")
 
 
