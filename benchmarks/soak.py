@@ -51,7 +51,7 @@ model:
     text_cfg: {{context_length: 24, vocab_size: 49408, width: 8, heads: 1, layers: 1}}
 objective: powerclip
 regions: {{count: 3}}
-data: {{source: shards, shards: "{shards}/*.tar", workers: 1, window: 4}}
+data: {{source: shards, shards: "{shards}/*.tar", trees: flat, workers: 1, window: 4}}
 optim: {{lr: 1e-3, warmup: 100}}
 train:
   steps: {steps}

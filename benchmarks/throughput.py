@@ -1,7 +1,8 @@
 """Images a second of training with its data, beside the step alone on batches that lie on the device already.
 
     POWERCLIP_DATA=DATA python benchmarks/throughput.py recipes/captions10k/powerclip.yaml      # on a GPU, a minute
-    POWERCLIP_DATA=DATA python benchmarks/throughput.py recipes/captions10k/powerclip.yaml data.source=shards
+    POWERCLIP_DATA=DATA python benchmarks/throughput.py recipes/captions10k/powerclip.yaml data.source=shards \\
+        data.trees=null data.sidecars=SIDECARS
     python benchmarks/throughput.py --tiny                      # on a CPU, in seconds: shows that it works
 
 Both take turns, so that a clock that slows down slows both, and both do what `powerclip train` does in a step. With its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 from powerclip.annotate.parsers import Parsed, Parser
 from powerclip.annotate.pipeline import ShardAnnotator
 from powerclip.annotate.writer import TreeRows
-from powerclip.data.captions import content_hash, read_captions
+from powerclip.data.captions import content_hash
 from powerclip.data.sidecar import Annotator, Miss, TreeSidecar, read_trees
-from powerclip.data.tar_index import TarIndex
+from powerclip.data.tar_index import TarIndex, sample_captions
 
 
 class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
@@ -35,7 +34,7 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
 
     def add(self, rows: TreeRows, tar: int, index: TarIndex, numbers: Sequence[int], old: TreeSidecar | None) -> int:
         """Parse the captions of some samples, but for those whose trees are known."""
-        captions = [sample_captions(tar, index, number) for number in numbers]
+        captions = [[text for _, text in sample_captions(tar, index, number)] for number in numbers]
         known: dict[tuple[int, str], Parsed] = {}
         if old is not None:
             for number, listed in zip(numbers, captions, strict=True):
@@ -67,12 +66,3 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         fallbacks = Counter(reason for sample in rows.fallback for reason in sample if reason is not None)
         phrases = sum(len(caption) for sample in rows.spans for caption in sample)
         return sum(map(len, rows.caption)), phrases, fallbacks
-
-
-def sample_captions(tar: int, index: TarIndex, number: int) -> list[str]:
-    """The captions of a sample: those of its first file that has any."""
-    for extent, suffix in index.caption_files(number):
-        captions = read_captions(os.pread(tar, extent.size, extent.offset), suffix)
-        if captions:
-            return captions
-    return []

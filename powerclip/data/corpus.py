@@ -1,8 +1,8 @@
 """A small image–caption corpus read once: shards of a few thousand images, decoded and kept in memory.
 
 For corpora that fit on the GPU (captions10k: 10,524 images of 128² are 0.5 GB). Shards are tars as img2dataset writes
-them: `KEY.jpg` with `KEY.json` ({"captions": […]} or {"caption": …}) or `KEY.txt`. Trees come from a TSV file: key,
-caption number, bracketed tree.
+them: `KEY.jpg` with `KEY.json` ({"captions": […]} or {"caption": …}) or `KEY.txt`. Trees come from the sidecars of the
+shards, or from a TSV file: key, caption number, bracketed tree.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +20,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, content_hash, number_captions, split_member
-from powerclip.data.trees import Tree, flat_tree, parse_bracketed
+from powerclip.data import tar_index
+from powerclip.data.captions import content_hash
+from powerclip.data.sidecar import Miss, find_sidecars, read_trees, sidecar_path
+from powerclip.data.tar_index import TarIndex, make_index, sample_captions
+from powerclip.data.trees import Tree, flat_tree, parse_bracketed, tree_from_spans
 from powerclip.errors import UserError
 from powerclip.runtime.progress import track
 
 NO_IMAGE = "images not readable, left out"
 NO_CAPTION = "images without a caption, left out"
+# Why a caption has a flat tree.
 NO_TREE = "captions without a tree, taken as flat"
 WRONG_TREE = "captions that their tree does not match, taken as flat"
+STALE_TREE = "captions that changed since they were parsed, taken as flat"
+UNPARSED = "captions that the parser left flat"
+
+
+@dataclass(frozen=True)
+class TreeSidecars:
+    """Trees from the sidecars of the shards, in `folder` or beside the shards."""
+
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,11 @@ class Corpus:
     fallbacks: dict[str, int] = field(default_factory=dict)  # what was left out or replaced, and how often
     origins: list[Origin] = field(default_factory=list)  # of each image
 
+    @property
+    def trees_missing(self) -> int:
+        """Captions for which trees were asked for, and none that belongs to them was found."""
+        return sum(self.fallbacks.get(reason, 0) for reason in (NO_TREE, WRONG_TREE, STALE_TREE))
+
     def summary(self) -> str:
         """`1,000 images, 5,000 captions (2 images not readable, left out)`."""
         replaced = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.items())
@@ -61,7 +78,7 @@ class Corpus:
 def read_corpus(
     shards: Sequence[Path],
     size: int,
-    trees: Path | None = None,
+    trees: Path | TreeSidecars | None = None,
     threads: int | None = None,
     progress: bool = False,
 ) -> Corpus:
@@ -73,14 +90,14 @@ def read_corpus(
     Args:
         shards: tar files.
         size: height and width of the images in memory.
-        trees: a TSV file of bracketed trees, gzipped or not; None makes all trees flat, and counts none.
+        trees: a TSV file of bracketed trees, gzipped or not, or sidecars; None makes all trees flat, and counts none.
         threads: that decode images; as many as there are cores by default.
         progress: show a bar on a terminal.
 
     Raises:
         UserError: a file cannot be read, or no sample can be used.
     """
-    known = None if trees is None else read_trees(trees)
+    known = read_tree_file(trees) if isinstance(trees, Path) else {}
     counts: Counter[str] = Counter()
     keys: list[str] = []
     origins: list[Origin] = []
@@ -89,28 +106,42 @@ def read_corpus(
     owners: list[int] = []
     parsed: list[Tree] = []
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        # The pool decodes ahead while this thread parses trees.
         for shard in track(shards, "reading", unit="shards", quiet=not progress):
-            samples = list(_samples(shard))
-            decoded = pool.map(lambda sample: _decode(sample.image, size), samples)
-            for sample, pixels in zip(samples, decoded, strict=True):
-                if pixels is None or not sample.captions:
-                    counts[NO_IMAGE if pixels is None else NO_CAPTION] += 1
+            find_tree = _tree_finder(trees, known, shard)
+            # The pool decodes ahead while this thread parses trees.
+            for sample in _read_shard(shard, size, pool, counts):
+                if sample.pixels is None or not sample.captions:
+                    counts[NO_IMAGE if sample.pixels is None else NO_CAPTION] += 1
                     continue
                 for number, caption in sample.captions:
-                    parsed.append(_tree(caption, known, (sample.key, number), counts))
+                    tree = find_tree(sample.key, number, caption)
+                    if isinstance(tree, str):
+                        counts[tree] += 1
+                        tree = flat_tree(caption)
+                    parsed.append(tree)
                     captions.append(caption)
                     owners.append(len(keys))
                 keys.append(sample.key)
-                origins.append(Origin(shard, content_hash(sample.image)))
-                images.append(pixels)
+                origins.append(Origin(shard, sample.hash))
+                images.append(sample.pixels)
     if not keys:
         found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
         raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {found}")
     return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, dict(counts), origins)
 
 
-def read_trees(path: Path) -> dict[tuple[str, int], str]:
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+# Key, caption number and caption → the tree, or the reason why it is flat.
+_TreeFinder = Callable[[str, int, str], Tree | str]
+
+
+def find_trees(shards: Sequence[Path], folder: Path | None = None) -> TreeSidecars | None:
+    """The sidecars of trees in `folder` or beside the shards; None when no shard has one."""
+    return TreeSidecars(folder) if find_sidecars(shards, "trees", folder) else None
+
+
+def read_tree_file(path: Path) -> dict[tuple[str, int], str]:
     """Bracketed trees by key and caption number, from a TSV file, gzipped or not."""
     if not path.is_file():
         raise UserError(f"no file of trees {path}")
@@ -127,62 +158,72 @@ def read_trees(path: Path) -> dict[tuple[str, int], str]:
     return trees
 
 
-def _tree(
-    caption: str, known: Mapping[tuple[str, int], str] | None, name: tuple[str, int], counts: Counter[str]
-) -> Tree:
-    if known is None:
-        return flat_tree(caption)
-    brackets = known.get(name)
-    if brackets is None:
-        counts[NO_TREE] += 1
-        return flat_tree(caption)
-    try:
-        return parse_bracketed(brackets, caption)
-    except UserError:
-        counts[WRONG_TREE] += 1
-        return flat_tree(caption)
+def _tree_finder(trees: Path | TreeSidecars | None, known: dict[tuple[str, int], str], shard: Path) -> _TreeFinder:
+    """How the trees of a shard's captions are found; `known` are those of a file."""
+    if trees is None:
+        return lambda key, number, caption: flat_tree(caption)
+    if isinstance(trees, Path):
+
+        def in_file(key: str, number: int, caption: str) -> Tree | str:
+            brackets = known.get((key, number))
+            if brackets is None:
+                return NO_TREE
+            try:
+                return parse_bracketed(brackets, caption)
+            except UserError:
+                return WRONG_TREE
+
+        return in_file
+    path = sidecar_path(shard, "trees", trees.folder)
+    sidecar = read_trees(path) if path.exists() else None
+
+    def in_sidecar(key: str, number: int, caption: str) -> Tree | str:
+        spans = Miss.NO_ROW if sidecar is None else sidecar.spans(key, caption)
+        if isinstance(spans, Miss) or sidecar is None:
+            return NO_TREE if spans is Miss.NO_ROW else STALE_TREE
+        if sidecar.fallback(key, caption):
+            return UNPARSED
+        try:
+            return tree_from_spans(spans, caption)
+        except UserError:
+            return WRONG_TREE
+
+    return in_sidecar
 
 
-@dataclass
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class _Sample:
     key: str
-    image: bytes = b""
-    captions: list[tuple[int, str]] = field(default_factory=list)  # with their number, by which a tree is found
+    pixels: Tensor | None  # None: the image is not readable
+    hash: int  # of the image's file
+    captions: list[tuple[int, str]]  # with their number, by which a tree is found in a file
 
 
-def _samples(shard: Path) -> Iterator[_Sample]:
-    """The samples of one tar; members of a sample lie together and share their name up to the first dot."""
-    sample: _Sample | None = None
+def _read_shard(shard: Path, size: int, pool: ThreadPoolExecutor, counts: Counter[str]) -> Iterator[_Sample]:
+    """The samples of one tar that have an image and a caption; the others are counted."""
     try:
-        if shard.suffix == ".tar" and not _is_whole(shard):
-            raise tarfile.ReadError("it is cut off, or no tar at all")
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                key, suffix = split_member(member.name)
-                if sample is None or key != sample.key:
-                    if sample is not None:
-                        yield sample
-                    sample = _Sample(key)
-                file = tar.extractfile(member)
-                data = file.read() if file else b""
-                if suffix in IMAGE_SUFFIXES:
-                    sample.image = data
-                elif suffix in CAPTION_SUFFIXES:
-                    sample.captions = sample.captions or number_captions(data, suffix)
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        index = make_index(shard)
+        if index.info.damage:
+            raise UserError(f"shard {shard} cannot be read: {index.info.damage}; copy it again or leave it out")
+        for reason, counted in ((tar_index.NO_IMAGE, NO_IMAGE), (tar_index.NO_CAPTION, NO_CAPTION)):
+            if reason in index.info.left_out:
+                counts[counted] += index.info.left_out[reason]
+        file = os.open(shard, os.O_RDONLY)
+        try:
+            yield from pool.map(lambda number: _read_sample(file, index, number, size), range(len(index)))
+        finally:
+            os.close(file)
+    except OSError as error:
         raise UserError(f"shard {shard} cannot be read: {error}; copy it again or leave it out") from error
-    if sample is not None:
-        yield sample
 
 
-def _is_whole(shard: Path) -> bool:
-    """Whether a tar ends as tars do, with blocks of zeros. tarfile itself takes a cut between members for the end."""
-    with open(shard, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - tarfile.BLOCKSIZE))
-        return size > 0 and size % tarfile.BLOCKSIZE == 0 and not any(file.read())
+def _read_sample(file: int, index: TarIndex, number: int, size: int) -> _Sample:
+    image = index.image(number)
+    data = os.pread(file, image.size, image.offset)
+    return _Sample(index.keys[number], _decode(data, size), content_hash(data), sample_captions(file, index, number))
 
 
 def _decode(data: bytes, size: int) -> Tensor | None:

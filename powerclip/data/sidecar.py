@@ -10,7 +10,7 @@ the order of the tar:
 | trees | `caption` list of uint64 | `content_hash` of each caption |
 | | `spans` list of list of {start, end, label} | the phrases of each caption, in offsets of its characters |
 | | `fallback` list of string | why a caption has a flat tree ("too long"); null for one that was parsed |
-| regions | `image` uint64 | `content_hash` of the image's file |
+| regions | `picture` uint64 | `content_hash` of the image's file |
 | | `masks` list of binary | over the whole image, see `powerclip.data.mask_codec` |
 | | `fallback` string | why there is no mask ("image not readable"); null when the segmenter ran |
 
@@ -21,7 +21,7 @@ A row belongs to a caption or an image only when the hash agrees: one that was e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -111,6 +111,11 @@ def sidecar_path(shard: str | Path, kind: Kind, folder: str | Path | None = None
     """Where the sidecar of a shard lies: beside it, or in `folder`."""
     name = PurePosixPath(str(shard)).name.removesuffix(".tar") + f".{kind}.parquet"
     return (Path(shard).parent if folder is None else Path(folder)) / name
+
+
+def find_sidecars(shards: Iterable[str | Path], kind: Kind, folder: str | Path | None = None) -> bool:
+    """Whether any of the shards has a sidecar of that kind."""
+    return any(sidecar_path(shard, kind, folder).exists() for shard in shards)
 
 
 def read_info(path: str | Path) -> SidecarInfo:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, split_member
+from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, number_captions, split_member
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 
@@ -91,6 +91,15 @@ class TarIndex:
         keys = "\n".join(self.keys).encode("utf-8", errors="surrogateescape")
         head = json.dumps({**asdict(self.info), "keys": len(keys)}).encode() + b"\n"
         return b"".join([head, self.images.tobytes(), self.captions.tobytes(), self.kinds.tobytes(), keys])
+
+
+def sample_captions(file: int, index: TarIndex, number: int) -> list[tuple[int, str]]:
+    """The captions of a sample in an open tar, with their numbers: those of its first file that has any."""
+    for extent, suffix in index.caption_files(number):
+        captions = number_captions(os.pread(file, extent.size, extent.offset), suffix)
+        if captions:
+            return captions
+    return []
 
 
 # ---- the file that keeps an index ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from powerclip.alignment.phrases import Phrases, embed_leaves, embed_nodes
 from powerclip.alignment.powerset import exact_r2t, exact_t2r
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions, random_boxes
-from powerclip.data.corpus import read_corpus
+from powerclip.data.corpus import find_trees, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
@@ -258,7 +258,7 @@ def _pairs(
     say: Callable[[str], None] | None,
 ) -> CorpusLoader:
     """Whole images of the shards, each with one of its captions and random boxes."""
-    corpus = read_corpus(shards, max(encoder.image_size), trees, progress=say is not None)
+    corpus = read_corpus(shards, max(encoder.image_size), trees or find_trees(shards), progress=say is not None)
     if say:
         say(f"{_named(shards)}: {corpus.summary()}")
     if len(corpus.keys) < batches * count:

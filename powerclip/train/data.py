@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from open_clip import CLIPTextCfg
 
-from powerclip.data.corpus import Corpus, read_corpus
+from powerclip.data.corpus import Corpus, TreeSidecars, find_trees, read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.corpus_masks import CorpusMasks, read_masks
 from powerclip.data.loader import BatchLoader
@@ -18,13 +18,14 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
-from powerclip.data.sidecar import Kind, sidecar_path
+from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.evaluate.sugarcrepe import SugarCrepe, read_sugarcrepe
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.recipe import DataSection, Recipe
+from powerclip.train.inputs import existing_file
+from powerclip.train.recipe import FLAT, DataSection, Recipe
 
 T = TypeVar("T")
 
@@ -42,17 +43,18 @@ class CorpusStore:
         self._kept: dict[Hashable, Any] = {}
         self._say = say
 
-    def corpus(self, shards: str, setting: str, size: int, trees: str | None = None) -> Corpus:
-        """The corpus of a recipe's `setting`, its images `size` pixels high and wide."""
+    def corpus(
+        self, shards: str, setting: str, size: int, trees: Path | TreeSidecars | None = None, note: str = ""
+    ) -> Corpus:
+        """The corpus of a recipe's `setting`, its images `size` pixels high and wide; `note` says where trees are."""
         paths = tuple(expand_pattern(shards, setting))
-        tree_file = None if trees is None else _existing(expand_path(trees, "data.trees"), "data.trees")
 
         def read() -> Corpus:
-            corpus = read_corpus(paths, size, tree_file, progress=self._say is not None)
-            self._tell(shards, corpus.summary())
+            corpus = read_corpus(paths, size, trees, progress=self._say is not None)
+            self._tell(shards, f"{corpus.summary()}; {note}" if note else corpus.summary())
             return corpus
 
-        return self._once(("corpus", paths, size, tree_file), read)
+        return self._once(("corpus", paths, size, trees), read)
 
     def comparisons(self, folder: str, setting: str) -> SugarCrepe:
         """The SugarCrepe files of a recipe's `setting`."""
@@ -168,16 +170,16 @@ def make_loader(
         shards = store.shards(data, ranks)
         folder = _sidecar_folder(data)
         # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
-        aligns = recipe.objective == "powerclip"
-        if aligns:
-            _check_sidecars(shards.paths, "trees", folder)
+        reads_trees = recipe.reads_trees and data.trees != FLAT
+        if reads_trees:
+            _check_sidecars(shards.paths, "trees", data)
         if recipe.reads_masks:
-            _check_sidecars(shards.paths, "regions", folder)
+            _check_sidecars(shards.paths, "regions", data)
         return ShardLoader(
             shards,
             tokenizer=tokenizer,
             sidecars=folder,
-            trees=aligns,
+            trees=reads_trees,
             segments=recipe.reads_masks,
             nodes=recipe.nodes,
             crop=data.crop,
@@ -192,9 +194,16 @@ def make_loader(
             warn=warn,
             **shared,
         )
+    paths = expand_pattern(data.shards, "data.shards")
     if recipe.reads_masks:
-        _check_sidecars(expand_pattern(data.shards, "data.shards"), "regions", _sidecar_folder(data))
-    corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), data.trees)
+        _check_sidecars(paths, "regions", data)
+    trees, note = corpus_trees(recipe, paths)
+    corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), trees, note)
+    if recipe.reads_trees and trees is not None and corpus.trees_missing == len(corpus.captions):
+        raise UserError(
+            f"data.trees: none of {len(corpus.captions):,} captions has a tree that belongs to it ({note}); "
+            f"{_annotate('trees', data)}, or set data.trees: {FLAT} to train with one phrase a caption"
+        )
     return CorpusLoader(
         store.packed(corpus, tokenizer, recipe.nodes, device),
         masks=store.masks(corpus, data, device) if recipe.reads_masks else None,
@@ -228,18 +237,41 @@ def _sidecar_folder(data: DataSection) -> Path | None:
     return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
 
 
-def _check_sidecars(shards: Sequence[Path], kind: Kind, folder: Path | None) -> None:
+def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSidecars | None, str]:
+    """Where the trees of a recipe's corpus are, and the same in words; None: every caption is one phrase.
+
+    `data.trees` names a file, or says `flat`; without it the sidecars of the shards are read where there are any.
+
+    Raises:
+        UserError: there are none, and the objective needs them.
+    """
+    data = recipe.data
+    if data.trees == FLAT:
+        return None, "every caption is one phrase (data.trees: flat)"
+    if data.trees is not None:
+        path = existing_file(data.trees, "data.trees")
+        return path, f"trees of {path}"
+    folder = _sidecar_folder(data)
+    sidecars = find_trees(shards, folder)
+    if sidecars is not None:
+        return sidecars, f"trees of the sidecars {f'in {folder}' if folder else 'beside the shards'}"
+    if recipe.reads_trees:
+        _check_sidecars(shards, "trees", data)
+    return None, ""
+
+
+def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> None:
     """UserError when no shard has the annotations that were asked for: some may lack them, all is a mistake."""
-    asked = folder is not None or kind == "regions"
-    if asked and not any(sidecar_path(path, kind, folder).exists() for path in shards):
-        where = f"in {folder}" if folder else "beside them"
-        name = sidecar_path(shards[0], kind).name
-        raise UserError(
-            f"data.sidecars: no shard has its {kind} {where} (no {name}, …); make them with `powerclip annotate {kind}`"
-        )
+    folder = _sidecar_folder(data)
+    if find_sidecars(shards, kind, folder):
+        return
+    where = f"in {folder}" if folder else "beside them"
+    name = sidecar_path(shards[0], kind).name
+    flat = f", or set data.trees: {FLAT} to train with one phrase a caption" if kind == "trees" else ""
+    raise UserError(f"data.sidecars: no shard has its {kind} {where} (no {name}, …); {_annotate(kind, data)}{flat}")
 
 
-def _existing(path: Path, setting: str) -> Path:
-    if not path.is_file():
-        raise UserError(f"{setting}: no file {path}; set it to null to train without trees")
-    return path
+def _annotate(kind: Kind, data: DataSection) -> str:
+    """The command that makes the annotations of a recipe's shards."""
+    sidecars = f" --sidecars {data.sidecars}" if data.sidecars else ""
+    return f"make them with `powerclip annotate {kind} '{data.shards}'{sidecars}`"

@@ -10,7 +10,7 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.shards import expand_shards
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import Recipe
+from powerclip.train.recipe import FLAT, Recipe
 
 # Tars without an index that are sooner read than waited for.
 FEW = 64
@@ -31,8 +31,9 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
     data, evaluation = recipe.data, recipe.evaluation
     if data.source == "corpus":
         yield from _look("data.shards", data.shards, _pattern)
-        yield from _look("data.trees", data.trees, _file)
-        if recipe.reads_masks:
+        if data.trees != FLAT:
+            yield from _look("data.trees", data.trees, _file)
+        if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
             yield from _look("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
         yield from _look("data.shards", data.shards, _shards)
@@ -93,10 +94,17 @@ def count_samples(paths: Sequence[Path]) -> int | None:
 
 
 def _file(value: str, setting: str) -> Input:
+    return Input(setting, str(existing_file(value, setting)))
+
+
+def existing_file(value: str, setting: str) -> Path:
+    """The file of trees that a setting names; UserError when it is not there."""
     path = expand_path(value, setting)
     if not path.is_file():
-        raise UserError(f"{setting}: no file {path}; set it to null to train without trees")
-    return Input(setting, str(path))
+        raise UserError(
+            f"{setting}: no file {path}; null reads the sidecars of the shards, {FLAT} trains with one phrase a caption"
+        )
+    return path
 
 
 def _folder(value: str, setting: str) -> Input:

@@ -29,6 +29,8 @@ from powerclip.settings import (
 # What `evaluation.scenes: true` means.
 DEFAULT_SCENES = 500
 
+FLAT = "flat"  # as data.trees: every caption is one phrase
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -51,7 +53,7 @@ class DataSection:
 
     source: Literal["scenes", "corpus", "shards"] = "scenes"  # corpus: small, kept in memory; shards: read as needed
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
-    trees: str | None = None  # of a corpus: a TSV file of bracketed trees; null: every caption is one phrase
+    trees: str | None = None  # null: those in sidecars; flat: one phrase a caption; of a corpus also a TSV file
     sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # of the order of the samples, or of the scenes
@@ -67,8 +69,10 @@ class DataSection:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
         if self.source == "shards" and not self.shards:
             raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
-        if self.source == "shards" and self.trees:
+        if self.source == "shards" and self.trees not in (None, FLAT):
             raise ValueError("data.trees is a corpus' file; the trees of shards lie in sidecars (data.sidecars)")
+        if self.source == "scenes" and self.trees == FLAT:
+            raise ValueError("data.trees: scenes come with their trees; alignment.parse_trees: false goes without")
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,11 @@ class Recipe:
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
                 f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
             )
+
+    @property
+    def reads_trees(self) -> bool:
+        """Whether the trees of captions are looked at. The other objectives see no phrases."""
+        return self.objective == "powerclip" and self.alignment.parse_trees
 
     @property
     def reads_masks(self) -> bool:

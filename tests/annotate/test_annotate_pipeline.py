@@ -15,7 +15,7 @@ from powerclip.annotate.pipeline import State
 from powerclip.annotate.region_annotator import FAILED, NO_REGION, NOT_READABLE, RegionAnnotator
 from powerclip.annotate.segmenters.base import no_masks
 from powerclip.annotate.segmenters.superpixels import Superpixels
-from powerclip.annotate.tree_annotator import TreeAnnotator, sample_captions
+from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.mask_codec import GRID
 from powerclip.data.sidecar import Miss, read_info, read_regions, read_trees
 from powerclip.errors import UserError
@@ -260,9 +260,9 @@ def test_trees_and_regions_are_two_files_that_do_not_meet(tmp_path):
 
 
 def test_captions_are_read_from_the_first_file_that_has_any(tmp_path):
-    from powerclip.data.tar_index import make_index
+    from powerclip.data.tar_index import make_index, sample_captions
 
     members = [("a.jpg", photo()), ("a.txt", "text"), ("a.json", '{"captions": ["json"]}')]
     shard = write_shard(tmp_path / "0.tar", members)
     with open(shard, "rb") as file:
-        assert sample_captions(file.fileno(), make_index(shard), 0) == ["text"]
+        assert sample_captions(file.fileno(), make_index(shard), 0) == [(0, "text")]

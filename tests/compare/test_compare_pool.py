@@ -101,7 +101,7 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
     with Processes(2) as processes:
         at_a_time = run("two/study", processes)
         again = run("two/study", processes)
-        shards = read_study(["study.yaml"], ["data.source=shards", "data.trees=null", "data.workers=1"])
+        shards = read_study(["study.yaml"], ["data.source=shards", "data.trees=flat", "data.workers=1"])
         run_study(shards.only(["heavy"]), Path("shards/study"), [0], quiet=True, processes=processes)
     run("one/study")
     two, one = runs(folder / "two/study"), runs(folder / "one/study")

@@ -10,9 +10,22 @@ import pytest
 import torch
 from mini_corpus import COLOURS, png, write_shard
 from PIL import Image
+from shard_examples import caption_of, info, spans_of, write_samples, write_trees
 
-from powerclip.data.corpus import NO_CAPTION, NO_IMAGE, NO_TREE, WRONG_TREE, read_corpus, read_trees
-from powerclip.data.trees import flat_tree, parse_bracketed
+from powerclip.annotate.writer import TreeRows, write_sidecar
+from powerclip.data.captions import content_hash
+from powerclip.data.corpus import (
+    NO_CAPTION,
+    NO_IMAGE,
+    NO_TREE,
+    STALE_TREE,
+    UNPARSED,
+    WRONG_TREE,
+    find_trees,
+    read_corpus,
+    read_tree_file,
+)
+from powerclip.data.trees import flat_tree, parse_bracketed, tree_from_spans
 from powerclip.errors import UserError
 
 
@@ -105,6 +118,40 @@ def test_a_tree_that_is_missing_or_does_not_match_is_counted_and_flat(tmp_path):
     assert read_corpus([shard], 8).fallbacks == {}  # nobody asked for trees
 
 
+def test_trees_are_read_from_the_sidecars_of_the_shards(tmp_path):
+    first, second, bare = write_samples(tmp_path, [3, 2, 1])
+    write_trees(first, {key: caption_of(key) for key in ("s0000", "s0001")})
+    write_trees(second, {"s0003": caption_of("another"), "s0004": caption_of("s0004")})
+    assert find_trees([bare]) is None
+    corpus = read_corpus([first, second, bare], 8, find_trees([first, second, bare]))
+    assert corpus.fallbacks == {NO_TREE: 2, STALE_TREE: 1}  # without a row, without a sidecar; of another caption
+    assert corpus.trees_missing == 3
+    parsed = [tree_from_spans(spans_of(caption), caption) for caption in corpus.captions]
+    flat = [flat_tree(caption) for caption in corpus.captions]
+    assert corpus.trees == [*parsed[:2], flat[2], flat[3], parsed[4], flat[5]]
+
+
+def test_trees_in_a_folder_are_read_from_there_and_what_the_parser_left_flat_is_counted(tmp_path):
+    (shard,) = write_samples(tmp_path / "shards", [1])
+    rows = TreeRows(["s0000"], [[content_hash(caption_of("s0000"))]], [[[]]], [["too long"]])
+    write_sidecar(tmp_path / "side" / "00000.trees.parquet", info("trees", shard, 1), rows)
+    assert find_trees([shard]) is None
+    corpus = read_corpus([shard], 8, find_trees([shard], tmp_path / "side"))
+    assert corpus.fallbacks == {UNPARSED: 1}
+    assert corpus.trees_missing == 0
+    (tmp_path / "side" / "00000.trees.parquet").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"sidecar .*00000\.trees\.parquet cannot be read"):
+        read_corpus([shard], 8, find_trees([shard], tmp_path / "side"))
+
+
+def test_a_compressed_tar_is_named_with_what_to_do(tmp_path):
+    (shard,) = write_samples(tmp_path, [2])
+    packed = tmp_path / "packed.tar.gz"
+    packed.write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(UserError, match=r"packed\.tar\.gz cannot be read: compressed: unpack it first, as with gunzip"):
+        read_corpus([packed], 8)
+
+
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.7, 0.95])
 def test_a_torn_shard_is_named(tmp_path, keep):
     members = [pair for n in range(4) for pair in ((f"{n}.png", png()), (f"{n}.txt", "a dog"))]
@@ -133,16 +180,16 @@ def test_a_wrong_line_of_trees_is_named_with_its_number(tmp_path, line):
     path = tmp_path / "trees.tsv"
     path.write_text(f"x\t0\t(NP a dog)\n{line}\n")
     with pytest.raises(UserError, match=r"trees\.tsv, line 2"):
-        read_trees(path)
+        read_tree_file(path)
 
 
 def test_a_file_of_trees_that_is_torn_or_missing_is_named(tmp_path):
     path = tmp_path / "trees.tsv.gz"
     path.write_bytes(gzip.compress(b"x\t0\t(NP a dog)\n" * 100)[:-20])
     with pytest.raises(UserError, match=r"trees\.tsv\.gz cannot be read"):
-        read_trees(path)
+        read_tree_file(path)
     with pytest.raises(UserError, match="no file of trees"):
-        read_trees(tmp_path / "gone.tsv")
+        read_tree_file(tmp_path / "gone.tsv")
 
 
 def test_how_many_threads_decode_changes_nothing(mini_corpus):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import tiny
 
+from powerclip.annotate.parsers import load_parser
+from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.errors import UserError
 from powerclip.train.data import CorpusStore, kept_size, make_loader
 from powerclip.train.loop import train
+from powerclip.train.metrics import read_metrics
 from powerclip.train.results import read_results
 from powerclip.train.state import start
 
@@ -70,8 +74,50 @@ def test_a_corpus_is_read_once_for_all_runs_that_share_a_store(tmp_path, mini_co
     loaders = [make_loader(recipe, encoder, store=store) for _ in range(3)]
     assert len(read) == 1
     assert loaders[0].corpus is loaders[2].corpus
-    make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.trees=null"), encoder, store=store)
+    make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.trees=flat"), encoder, store=store)
     assert len(read) == 2
+
+
+def copied(corpus: Path, folder: Path) -> Path:
+    """The shards of a corpus alone."""
+    folder.mkdir()
+    for shard in corpus.glob("train-*.tar"):
+        shutil.copy(shard, folder)
+    return folder
+
+
+def test_a_corpus_without_trees_is_refused_with_the_command_that_makes_them(tmp_path, mini_corpus):
+    folder = copied(mini_corpus, tmp_path / "shards")
+    settings = [*corpus_settings(folder)[:2], "train.steps=2"]
+    expected = (
+        rf"no shard has its trees beside them .*`powerclip annotate trees '{folder}/train-\*.tar'`.*data.trees: flat"
+    )
+    with pytest.raises(UserError, match=expected):
+        train(tiny(tmp_path, *settings), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    # Who looks at no trees needs none.
+    for name, override in (("clip", "objective=clip"), ("tokens", "alignment.parse_trees=false")):
+        train(tiny(tmp_path, *settings, override), tmp_path / name, quiet=True)
+
+
+def test_a_file_of_trees_that_belongs_to_no_caption_is_refused(tmp_path, mini_corpus):
+    (tmp_path / "trees.tsv").write_text("other\t0\t(NP a dog)\n")
+    recipe = tiny(tmp_path, *corpus_settings(mini_corpus), f"data.trees={tmp_path}/trees.tsv")
+    with pytest.raises(UserError, match=r"data\.trees: none of 18 captions has a tree .*trees\.tsv.*annotate trees"):
+        train(recipe, tmp_path / "run", quiet=True)
+
+
+def test_a_corpus_reads_the_trees_beside_its_shards_and_says_so(tmp_path, mini_corpus, capsys):
+    folder = copied(mini_corpus, tmp_path / "shards")
+    settings = [*corpus_settings(folder)[:2], "train.steps=2"]
+    flat = train(tiny(tmp_path, *settings, "data.trees=flat"), tmp_path / "flat")
+    assert "12 images, 18 captions; every caption is one phrase" in capsys.readouterr().out.replace("\n", " ")
+    for shard in folder.glob("*.tar"):
+        TreeAnnotator(load_parser("embedded", "cpu")).annotate(str(shard))
+    parsed = train(tiny(tmp_path, *settings), tmp_path / "parsed")
+    assert "trees of the sidecars beside the shards" in capsys.readouterr().out.replace("\n", " ")
+    nodes = [list(read_metrics(run.folder.metrics))[-1]["batch/nodes"] for run in (flat, parsed)]
+    assert nodes[0] == 1 < nodes[1]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +125,7 @@ def test_a_corpus_is_read_once_for_all_runs_that_share_a_store(tmp_path, mini_co
     [
         ("data.shards=${NOT_SET_HERE}/a.tar", r"data\.shards: .*NOT_SET_HERE is not set"),
         ("data.shards=nowhere/*.tar", r"data\.shards: nothing matches nowhere/\*\.tar"),
-        ("data.trees=nowhere.tsv", r"data\.trees: no file nowhere\.tsv; set it to null"),
+        ("data.trees=nowhere.tsv", r"data\.trees: no file nowhere\.tsv; null reads the sidecars .* flat trains with"),
         ("evaluation.retrieval=nowhere.tar", r"evaluation\.retrieval: nothing matches"),
         ("evaluation.composition=nowhere", r"evaluation\.composition: no folder nowhere"),
         ("train.batch_size=100", r"train\.batch_size is 100, but the corpus has only 12"),

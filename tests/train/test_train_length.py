@@ -16,7 +16,8 @@ from powerclip.train.results import read_results
 
 
 def on_corpus(folder: Path, corpus: Path, *overrides: str):
-    return tiny(folder, "data.source=corpus", f"data.shards={corpus}/train-*.tar", "train.epochs=3", *overrides)
+    data = ["data.source=corpus", f"data.shards={corpus}/train-*.tar", "data.trees=flat"]
+    return tiny(folder, *data, "train.epochs=3", *overrides)
 
 
 def test_steps_follow_from_the_number_of_samples_that_a_recipe_gives(tmp_path):

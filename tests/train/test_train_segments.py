@@ -33,7 +33,7 @@ def shards(tmp_path_factory) -> Path:
 
 def settings(folder: Path, *more: str) -> list[str]:
     base = ["data.source=corpus", f"data.shards={folder}/*.tar", f"data.sidecars={folder}/sidecars"]
-    return [*base, "regions.kind=segments", "train.steps=3", *more]
+    return [*base, "data.trees=flat", "regions.kind=segments", "train.steps=3", *more]
 
 
 def test_a_corpus_with_masks_trains_on_them(tmp_path, shards, capsys):
@@ -80,7 +80,7 @@ def test_masks_are_read_once_for_all_runs_that_share_a_store(tmp_path, shards):
         ("data.sidecars=empty", r"data\.sidecars: no shard has its regions in empty .*powerclip annotate regions"),
         ("data.sidecars=null", r"data\.sidecars: no shard has its regions beside them .*powerclip annotate regions"),
         ("data.sidecars=torn", r"sidecar torn/000\.regions\.parquet cannot be read: .*annotate its shard again"),
-        ("data.source=scenes", r"regions\.kind: segments needs masks in sidecars, and data\.source: scenes has no"),
+        ("data.trees=null data.source=scenes", r"regions\.kind: segments needs masks in sidecars, and data\.source"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, shards, monkeypatch, override, expected):
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, shards, monk
     whole = (shards / "sidecars" / "000.regions.parquet").read_bytes()
     (tmp_path / "torn" / "000.regions.parquet").write_bytes(whole[:-30])
     with pytest.raises(UserError, match=expected):
-        train(tiny(tmp_path, *settings(shards), override), tmp_path / "run", quiet=True)
+        train(tiny(tmp_path, *settings(shards), *override.split()), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 

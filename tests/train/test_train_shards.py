@@ -59,6 +59,21 @@ def test_only_powerclip_reads_annotations(tmp_path, shards):
         assert any("flat_trees" in batch.counts for batch in batches) is expected
 
 
+def test_shards_without_any_tree_are_refused_unless_the_recipe_says_flat(tmp_path):
+    write_samples(tmp_path / "bare", [5, 5])
+    base = settings(tmp_path / "bare", "train.steps=2")
+    with pytest.raises(
+        UserError, match=r"no shard has its trees beside them .*annotate trees '.*bare/.*data.trees: flat"
+    ):
+        train(tiny(tmp_path, *base), tmp_path / "run", quiet=True)
+    recipe = tiny(tmp_path, *base, "data.trees=flat")
+    batch = make_loader(recipe, start(recipe).encoder).batch(0)
+    assert batch.phrases.max_nodes == 1
+    assert batch.counts == {}  # asked for, and nothing fell back
+    for override in ("objective=clip", "alignment.parse_trees=false"):
+        make_loader(tiny(tmp_path, *base, override), start(recipe).encoder).batch(0)
+
+
 def test_a_run_counts_what_was_skipped_and_replaced(tmp_path, shards, capsys):
     # 17 samples; 16 batches of 4 and one sample more are four epochs, less 4 samples.
     recipe = tiny(tmp_path, *settings(shards, "train.steps=17", "train.log_every=5"))
