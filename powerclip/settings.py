@@ -56,11 +56,18 @@ class Range:
         """Whether it has an upper bound as well."""
         return self.le is not None or self.lt is not None
 
+    @property
+    def symbols(self) -> str:
+        """The range as `in [0, 1)`, `≥ 0` or `> 0`."""
+        if not self.is_interval:
+            return f"≥ {self.ge:g}" if self.ge is not None else f"> {self.gt:g}"
+        lower = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}"
+        upper = f"{self.le:g}]" if self.le is not None else f"{self.lt:g})"
+        return f"in {lower}, {upper}"
+
     def __str__(self) -> str:
         if self.is_interval:
-            lower = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}"
-            upper = f"{self.le:g}]" if self.le is not None else f"{self.lt:g})"
-            return f"in {lower}, {upper}"
+            return self.symbols
         if self.ge is not None:
             return f"at least {self.ge:g}"
         return "positive" if self.gt == 0 else f"above {self.gt:g}"

@@ -36,7 +36,11 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """Settings of the powerset alignment loss. Raises `ValueError`, naming the setting, for what cannot be."""
+    """Settings of the powerset alignment loss.
+
+    Raises:
+        ValueError: a setting, which is named, cannot be.
+    """
 
     preset: Preset = "default"  # the settings to start from; paper: what is printed
 
@@ -44,7 +48,7 @@ class AlignmentConfig:
     aggregation: Literal["nla", "exact"] = "nla"  # exact: the maxima themselves, R2T over all 2^M sets
     similarity: Literal["sum", "mean"] = "mean"  # mean: p_B over its leaves, both aggregations over M
     centre: Centre = "batch"  # which mean is subtracted from the patch features before pooling
-    empty_set: bool = False  # whether A may be ∅ in 2^M
+    empty_set: bool = False  # whether the empty set is one of the 2^M sets of regions
     largest_set: NonNegativeInt = 1  # most regions in a phrase's best set (T2R); 0: any number, as printed
     tau: PositiveFloat = 0.001  # τ, the temperature of both aggregators
     alpha: Share = 0.75  # α of NLA-T2: 0 is the mean over all sets, 1 their soft maximum

@@ -56,7 +56,7 @@ class DataSection:
     trees: str | None = None  # null: those in sidecars; flat: one phrase a caption; of a corpus also a TSV file
     sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
-    seed: NonNegativeInt = 0  # of the order of the samples, or of the scenes
+    seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards: how many are shuffled together
     workers: NonNegativeInt = 1  # threads, of shards processes, that prepare batches ahead; 0: none
     strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
@@ -111,21 +111,21 @@ class TrainSection:
     steps: PositiveInt = 1000  # updates of the run
     epochs: PositiveFloat | None = None  # instead of steps: passes over the data
     batch_size: Annotated[int, Range(ge=2)] = 128  # C, the pairs of a batch on all ranks; one has no negative
-    seed: NonNegativeInt = 0  # of the weights and the regions; the data have data.seed
+    seed: NonNegativeInt = 0  # decides the weights and the regions; the data have data.seed
     device: str = "auto"  # auto: a GPU when there is one
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
-    # The towers: as a whole, or each block by itself, which compiles in a quarter of the time; auto: whole, on a GPU,
+    # the towers: as a whole, or each block by itself, which compiles in a quarter of the time; auto: whole, on a GPU,
     # and replayed as CUDA graphs where one process takes whole batches
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
     accumulate: PositiveInt = 1  # parts in which a rank's share of a batch passes the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
     sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
-    checkpoint_every: NonNegativeInt = 100  # steps; 0: none by their count
-    checkpoint_minutes: PositiveFloat | None = None  # minutes after the last one another is written
+    checkpoint_every: NonNegativeInt = 100  # steps between checkpoints; 0: none by their count
+    checkpoint_minutes: PositiveFloat | None = None  # a checkpoint is also written when the last one is this old
     keep: PositiveInt = 2  # checkpoints that are kept, the newest
     max_skipped: NonNegativeInt = 10  # updates in a row that may be left out because something is not finite
-    evaluate_every: NonNegativeInt = 0  # steps; 0: only at the end
+    evaluate_every: NonNegativeInt = 0  # steps between evaluations; 0: only at the end
     save_model: bool = True  # false: the run keeps its results and no model
     wandb: str | None = None  # a Weights & Biases project that metrics go to as well
 
@@ -150,9 +150,11 @@ class Recipe:
     """Everything that decides a training run."""
 
     model: ModelSection  # the towers
-    # The training method
+    # the training method
     objective: Literal["clip", "powerclip", "flip", "a_clip", "e_clip", "clip_pgs", "filip", "sparc"] = "powerclip"
-    objective_settings: dict[str, Any] = field(default_factory=dict)  # of the other methods; powerclip has `alignment`
+    objective_settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the methods but powerclip, which has alignment
     nodes: Nodes = "phrases"  # all: single words that hang under a phrase are nodes too
     data: DataSection = field(default_factory=DataSection)  # the pairs
     regions: RegionsSection = field(default_factory=RegionsSection)  # the regions of an image
