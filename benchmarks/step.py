@@ -10,7 +10,7 @@ same precision, compilation and optimiser. Captions and trees are real ones when
 the embedded scenes; images are noise, which costs the same.
 
 Steps are timed in rounds, one of each kind in turn, so that a GPU that warms up slows all of them; the table has the
-median of the rounds and the share of the data sheet's bf16 rate that the towers reach. Writes a JSON file and a
+median of the rounds and the towers' model FLOPs utilisation (MFU). Writes a JSON file and a
 Markdown table, anew after every round, so that a run that is ended leaves what it measured.
 """
 
@@ -42,8 +42,8 @@ from powerclip.data.trees import Tree, parse_bracketed
 from powerclip.encoders import build
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
-from powerclip.train.chip import ChipShare
 from powerclip.train.loop import train_step
+from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
 from powerclip.train.state import start
@@ -155,7 +155,7 @@ def main() -> None:
     wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
     name, text = "step-tiny" if arguments.tiny else f"step-{device.type}", ""
     for rows in timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device):
-        shares = chip_shares(rows, model, batches[few], device)
+        shares = utilisations(rows, model, batches[few], device)
         text = report(rows, shares, batches[few], arguments, name)
     print(text)
 
@@ -263,17 +263,17 @@ def timed(
         yield list(rows.values())
 
 
-def chip_shares(rows: list[Row], model: ModelSection, batch: Batch, device: torch.device) -> dict[str, float]:
-    """The share of the GPU's bf16 rate that each step's towers reach, by its name."""
+def utilisations(rows: list[Row], model: ModelSection, batch: Batch, device: torch.device) -> dict[str, float]:
+    """MFU of each step's towers, by its name."""
     shares = {}
     for row in rows:
         if row.images_per_second is None:
             continue
         objective, _ = OURS.get(row.name, ("clip", {}))
         length = 77 if row.name == OPEN_CLIP else round(batch.padded_length)
-        found = ChipShare(Recipe(model=model, objective=objective), device).read(row.images_per_second, length)
+        found = Mfu(Recipe(model=model, objective=objective), device).read(row.images_per_second, length)
         if found:
-            shares[row.name] = found["chip_share"]
+            shares[row.name] = found["mfu"]
     return shares
 
 
@@ -327,12 +327,12 @@ def report(
         "time / our CLIP",
         "memory / our CLIP",
         "time / open_clip",
-        "of the chip's bf16 rate",
+        "MFU",
         "note",
     )
     text = "# A training step\n\n" + ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n"
     text += markdown(cells, heads)
-    data = {"batch": facts, "rows": [asdict(row) for row in rows], "chip_share": dict(shares)}
+    data = {"batch": facts, "rows": [asdict(row) for row in rows], "mfu": dict(shares)}
     path = write_result(arguments.output, name, made, data, text)
     return f"{text}\n\n{path}.json, .md"
 

@@ -26,8 +26,8 @@ from powerclip.data.batch import Batch
 from powerclip.train.accumulate import encode, plan_step
 from powerclip.train.guard import mark_loss, step_if_finite
 from powerclip.train.loop import train_step
+from powerclip.train.parallel import clip_gradients
 from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
-from powerclip.train.sharding import clip_gradients
 from powerclip.train.state import TrainState, start
 
 PARTS = ("copy", "towers", "loss", "backward", "norm", "optimiser")

@@ -7,7 +7,7 @@
 
 Both take turns, so that a clock that slows down slows both, and both do what `powerclip train` does in a step. With its
 data a step reads, decodes, crops, draws boxes, packs trees and copies; the step alone goes round a few batches that the
-run has seen, so that captions are as long as there. The share of the two is what the input leaves of the chip. A third
+run has seen, so that captions are as long as there. The share of the two is what the input leaves of the GPU. A third
 turn takes batches and trains nothing: if the input is what is slow, this says how slow. Writes a JSON file and a
 Markdown table.
 """
@@ -28,8 +28,7 @@ from measure import RESULTS, markdown, origin, run, write_result
 from powerclip.data.batch import Batch
 from powerclip.data.loader import killed_workers
 from powerclip.train.data import make_loader
-from powerclip.train.length import with_steps
-from powerclip.train.loop import train_step
+from powerclip.train.loop import train_step, with_steps
 from powerclip.train.recipe import Recipe, load_recipe
 from powerclip.train.state import TrainState, start
 from powerclip.train.towers import is_compiled

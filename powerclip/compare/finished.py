@@ -20,7 +20,7 @@ def finished(folder: RunFolder, recipe: Recipe) -> Results | None:
     if not folder.finished or not folder.recipe.is_file():
         return None
     try:
-        begun = folder.begun()
+        begun = folder.read_recipe()
         same = not differences(begun, recipe, counted=False) and begun.evaluation == recipe.evaluation
         return read_results(folder.results) if same else None
     except UserError:  # damaged, or written by an older version: as good as another recipe
@@ -74,7 +74,7 @@ class FinishedRuns:
                 for results in sorted(table.parent.glob("*/seed-*/results.json")):
                     folder = RunFolder(results.parent)
                     with suppress(UserError, OSError):
-                        self.add(folder, folder.begun())
+                        self.add(folder, folder.read_recipe())
 
 
 def take_over(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: bool) -> None:

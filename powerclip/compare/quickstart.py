@@ -133,7 +133,7 @@ def _train(recipe: Recipe, folder: RunFolder, quiet: bool, console: Console) -> 
     same = False
     if folder.recipe.is_file():
         with suppress(UserError):  # damaged, or written by an older version: as good as another recipe
-            same = not differences(folder.begun(), recipe)
+            same = not differences(folder.read_recipe(), recipe)
     if same and folder.finished:
         if not quiet:
             console.print(f"{folder.root} is already trained", highlight=False)

@@ -42,7 +42,7 @@ def backward(state: TrainState, batch: Batch, recipe: Recipe) -> Terms:
         mark_loss(terms.total).backward()
     else:
         terms = backward_in_parts(state, batch, plan, recipe.train.accumulate)
-    state.ranks.average_gradients(state.loose)
+    state.ranks.average_gradients(state.unwrapped_parameters)
     return terms
 
 
@@ -51,7 +51,7 @@ def plan_step(state: TrainState, images: Tensor, seed: int) -> Plan:
     generator = torch.Generator(state.device)
     generator.manual_seed(mix(mix(seed, -1), state.step))  # not the loader's: it seeds with the step as well
     noise = state.objective.draw(state.encoder, len(images), Draws(state.device, generator, state.ranks))
-    return state.bare_towers.plan(images, noise, state.ranks)
+    return state.unwrapped_towers.plan(images, noise, state.ranks)
 
 
 def encode(towers: Any, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan) -> Features:
@@ -74,7 +74,7 @@ def backward_in_parts(state: TrainState, batch: Batch, plan: Plan, count: int) -
         return replace(features, words=F.pad(features.words, (0, 0, 0, tokens.shape[1] - given.shape[1])))
 
     with torch.no_grad():
-        kept = [_needed(run(state.bare_towers, rows), state.objective.dense) for rows in parts]
+        kept = [_needed(run(state.unwrapped_towers, rows), state.objective.dense) for rows in parts]
     features = join(kept, size)
     del kept
     # The objective's own parameters get their gradient here, the towers' not yet.

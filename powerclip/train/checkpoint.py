@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, checked before they are believed, the last few kept.
+"""Checkpoint files: written in the background, all or nothing; verified when read; the last few kept.
 
 A checkpoint is one `torch.save` archive of plain values and tensors, so that reading it can run no code.
 """
@@ -9,15 +9,20 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from powerclip.errors import UserError
 
 FORMAT = "powerclip-checkpoint"
 VERSION = 1
+
+# A full disk may be cleared; one that fails again and again is no place for a run of days.
+MAX_FAILURES = 3
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -85,11 +90,11 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest(folder: Path, warn: Callable[[str], None], *, afresh: bool = False) -> dict[str, Any] | None:
+def newest(folder: Path, warn: Callable[[str], None], *, required: bool = True) -> dict[str, Any] | None:
     """The newest good state in a folder, or None when it holds no checkpoint.
 
-    A bad file is named to `warn` and set aside as `….refused`, so that it neither comes up again nor counts among
-    those that are kept. When there are checkpoints and none is good: a UserError, or None with `afresh`.
+    A bad file is reported to `warn` and renamed to `….refused`, so that it is neither read again nor counted among
+    those that are kept. When there are checkpoints and none is good: None, or a UserError when one is `required`.
     """
     for leftover in folder.glob(".step-*.unfinished"):
         leftover.unlink(missing_ok=True)
@@ -104,10 +109,10 @@ def newest(folder: Path, warn: Callable[[str], None], *, afresh: bool = False) -
             _refuse(bad)
             warn(f"{reason}; going back to {path.name}")
         return state
-    if refused and afresh:
+    if refused and not required:
         for bad, reason in refused:
             _refuse(bad)
-            warn(f"{reason}; no good checkpoint is left, starting afresh")
+            warn(f"{reason}; no good checkpoint is left, starting from the first step")
         return None
     if refused:
         more = f" (and {len(refused) - 1} older, bad as well)" if len(refused) > 1 else ""
@@ -126,3 +131,52 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class CheckpointWriter:
+    """Writes checkpoints one after the other, in the background.
+
+    When a checkpoint cannot be written, `warn` is called and the one before it stays; after `MAX_FAILURES` in a row
+    the run stops with a UserError.
+    """
+
+    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]):
+        self._folder, self._keep, self._warn = folder, keep, warn
+        # A future can be waited for again after Ctrl-C in the wait. A thread cannot: Python 3.11 takes it for ended,
+        # and a process that ends while torch writes a file aborts.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[Path]] | None = None
+        self._failures = 0
+
+    def write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to write the state of a step. What the caller does to its tensors from now on does not show."""
+        self.wait()
+        self._pending = step, self._pool.submit(write, self._folder, step, to_host(state), self._keep)
+
+    def wait(self, *, needed: bool = False) -> None:
+        """Return when the last checkpoint is on the disk; `needed` makes its failure an error at once."""
+        if self._pending is None:
+            return
+        step, written = self._pending
+        error = written.exception()
+        self._pending = None
+        if error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        text = f"the checkpoint of step {step} could not be written to {self._folder} ({error})"
+        if needed or self._failures >= MAX_FAILURES:
+            times = f", the last {self._failures} neither" if self._failures > 1 else ""
+            raise UserError(f"{text}{times}; make room there and continue with --resume") from error
+        self._warn(f"{text}; the one before it stays")
+
+
+def to_host(value: Any) -> Any:
+    """A deep copy of nested plain values with every tensor in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_host(item) for item in value)
+    return value

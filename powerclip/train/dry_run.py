@@ -23,10 +23,10 @@ from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.progress import duration, print_line
-from powerclip.train.chip import operations, peak_rate
 from powerclip.train.communication import FAST, seconds, traffic
 from powerclip.train.inputs import Input, inputs, samples_of
 from powerclip.train.loop import train_step
+from powerclip.train.mfu import operations, peak_flops
 from powerclip.train.recipe import Recipe, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
@@ -151,7 +151,7 @@ def describe_cost(
     yield "time", f"{whole}{step:.3g} s a step, without waiting for data"
     beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
     yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
-    cost, peak = operations(recipe, burst.length), peak_rate(state.device)
+    cost, peak = operations(recipe, burst.length), peak_flops(state.device)
     rate = recipe.train.batch_size / ranks / step
     share = f", {rate * cost / peak:.1%} of the GPU's bf16 rate" if peak else ""
     yield "", f"{cost / 1e9:.1f} GFLOP a pair, {rate:,.1f} pairs/s for each process{share}"

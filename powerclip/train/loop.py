@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.data.loader import killed_workers
+from powerclip.data.loader import BatchLoader, killed_workers
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
@@ -26,26 +26,21 @@ from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import checkpoint
 from powerclip.train.accumulate import backward
-from powerclip.train.checkpoint_writer import CheckpointWriter
-from powerclip.train.chip import ChipShare
-from powerclip.train.clock import StepClock
+from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import CorpusStore, make_loader, note_squashing
-from powerclip.train.distributed import NullLogger
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, step_if_finite
 from powerclip.train.inputs import check_inputs
-from powerclip.train.length import with_steps
-from powerclip.train.memory import enough_memory
-from powerclip.train.metrics import CollapseWatch, MetricsLog, describe_terms, read_metrics
+from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
+from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import learning_rate
-from powerclip.train.recipe import Recipe
+from powerclip.train.parallel import clip_gradients, full_encoder
+from powerclip.train.recipe import Recipe, steps_of
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
-from powerclip.train.sharding import clip_gradients, whole_encoder
 from powerclip.train.state import TrainState, start
-from powerclip.train.statistics import batch_statistics, memory
+from powerclip.train.statistics import CollapseDetector, StepTimer, batch_statistics, describe_terms, memory
 from powerclip.train.towers import is_compiled
-from powerclip.train.wandb_log import WandbLog, require_wandb
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def train(
         UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
         Preempted: SIGTERM asked for it; a checkpoint of the last step is written.
     """
-    with enough_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
+    with explain_out_of_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
         return run(
             recipe,
             RunFolder(Path(output)),
@@ -119,8 +114,8 @@ def run(
     """`train` on one of the ranks; the first one writes and prints."""
     began = time.perf_counter()
     settings = recipe.train
-    afresh = resume == "auto"
-    resume = ranks.broadcast(lambda: may_begin(folder, recipe, resume, overwrite))
+    required = resume != "auto"
+    resume = ranks.broadcast(lambda: should_resume(folder, recipe, resume, overwrite))
     console = console if ranks.is_main else Console(quiet=True)
     progress = Progress(folder.root.name, settings.steps, unit="step", every=0, quiet=quiet, console=console)
     wandb = settings.wandb
@@ -154,7 +149,7 @@ def run(
     guard = Guard(settings.max_skipped, (state.encoder, state.objective), progress.warn)
     if resume:
         folder.check_same(recipe)
-        saved = newest_state(folder, ranks, progress, afresh=afresh)
+        saved = newest_state(folder, ranks, progress, required=required)
         if saved is not None:
             state.restore(saved)
             guard.restore(saved.get("guard", {}))
@@ -170,9 +165,9 @@ def run(
         also = [WandbLog(wandb, recipe, folder.root, resumed=state.step > 0)] if wandb else []
         log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step, also=also)
         writer = CheckpointWriter(folder.checkpoints, settings.keep, progress.warn)
-    chip = ChipShare(recipe, state.device, gpus=ranks.count)
-    watch = CollapseWatch()
-    clock = StepClock(state.step, settings.batch_size)
+    mfu = Mfu(recipe, state.device, gpus=ranks.count)
+    collapse = CollapseDetector()
+    timer = StepTimer(state.step, settings.batch_size)
     counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
     values: dict[str, float] | None = None
     try:
@@ -181,10 +176,10 @@ def run(
             Signals(settings.checkpoint_minutes) as signals,
             closing(loader.stream(state.step, settings.steps)) as batches,
         ):
-            for batch in clock.watch(batches):
+            for batch in timer.time_batches(batches):
                 rate, terms, norm = train_step(state, batch.to(state.device, non_blocking=True), recipe)
                 guard.watch(state.step, terms, norm)
-                watch.add(terms.parts)
+                collapse.add(terms.parts)
                 counts.update(batch.counts)
                 step, last = state.step, state.step == settings.steps
                 request = StopRequest(ranks.max_int(signals.request()))
@@ -199,19 +194,19 @@ def run(
                         "logit_scale": float(state.encoder.clip.logit_scale.detach().exp()),
                         "grad_norm": float(norm),
                         "skipped": guard.skipped,
-                        **clock.read(step),
+                        **timer.read(step),
                         **ranks.mean_of(batch_statistics(batch)),
                         **sum(ranks.collect(counts), Counter()),
                         **memory(state.device),
                     }
-                    values |= chip.read(values["samples_per_second"], round(batch.padded_length))
+                    values |= mfu.read(values["samples_per_second"], round(batch.padded_length))
                     log.write(step, values)
                     counts.clear()
                 progress.update(step, describe_terms(values) if values else None)
-                if logged and (warning := watch.warning()):
+                if logged and (warning := collapse.warning()):
                     progress.warn(warning)
                 if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:
-                    with clock.pause():
+                    with timer.pause():
                         log.write(step, run_evaluation(evaluate, state))
                 if (kept or request) and not last:
                     guard.settle()
@@ -223,7 +218,7 @@ def run(
                 if on_step:
                     on_step(state)
             guard.settle()
-        encoder = whole_encoder(state.encoder).eval()
+        encoder = full_encoder(state.encoder).eval()
         if settings.save_model and ranks.is_main:
             save(encoder, folder.model)
         scores = run_evaluation(evaluate, state) if evaluate else {}
@@ -247,7 +242,24 @@ def run(
     return RunResult(folder, encoder.eval(), results)
 
 
-def may_begin(folder: RunFolder, recipe: Recipe, resume: bool | Literal["auto"], overwrite: bool) -> bool:
+def with_steps(recipe: Recipe, loader: BatchLoader) -> Recipe:
+    """The recipe with `train.steps` settled: where it gives epochs and no number of samples, the data are counted.
+
+    Raises:
+        UserError: the data have no end.
+    """
+    settings = recipe.train
+    if settings.epochs is None or recipe.data.samples is not None:
+        return recipe
+    steps = getattr(loader, "steps_per_epoch", None)
+    if steps is None:
+        raise UserError(
+            f"train.epochs: data.source {recipe.data.source} has no end; give train.steps, or data.samples for an epoch"
+        )
+    return replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+
+
+def should_resume(folder: RunFolder, recipe: Recipe, resume: bool | Literal["auto"], overwrite: bool) -> bool:
     """Whether the run in a folder is continued; UserError when it can neither be continued nor begun."""
     resume = folder.holds_run() if resume == "auto" else resume
     if resume:
@@ -257,12 +269,12 @@ def may_begin(folder: RunFolder, recipe: Recipe, resume: bool | Literal["auto"],
     return resume
 
 
-def newest_state(folder: RunFolder, ranks: Ranks, progress: Progress, *, afresh: bool) -> dict[str, Any] | None:
+def newest_state(folder: RunFolder, ranks: Ranks, progress: Progress, *, required: bool) -> dict[str, Any] | None:
     """The newest good checkpoint; the first rank looks for it, the others read the same."""
     looked: list[dict[str, Any] | None] = []
 
     def look() -> int | None:
-        looked.append(checkpoint.newest(folder.checkpoints, progress.warn, afresh=afresh))
+        looked.append(checkpoint.newest(folder.checkpoints, progress.warn, required=required))
         return None if looked[0] is None else looked[0]["step"]
 
     step = ranks.broadcast(look)
@@ -315,7 +327,19 @@ def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
     """
     with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []), torch.no_grad():
         try:
-            scores = evaluate(spread_encoder(whole_encoder(state.encoder), state.ranks).eval())
+            scores = evaluate(spread_encoder(full_encoder(state.encoder), state.ranks).eval())
         finally:
             state.encoder.train()
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Turn an out-of-memory error of a GPU into a UserError that says which settings help."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "the GPU's memory ran out: lower train.batch_size, or keep the batch with train.accumulate=4, "
+            "train.checkpoint_activations=true or, on several GPUs, train.sharding=full"
+        ) from None

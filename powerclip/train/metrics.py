@@ -1,33 +1,28 @@
-"""What a run writes down as it goes: `metrics.jsonl` for scripts, tensorboard for people, a watch for collapse."""
+"""Where the metrics of a run go: `metrics.jsonl`, tensorboard and, if a recipe asks for it, Weights & Biases."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections import deque
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
-
-# Terms that are shown beside the loss when the objective reports them; the files have all of them.
-SHOWN = ("clip", "alignment", "violation")
-# Fifty dead steps in a row do not come from noise: a batch of learning rows always ranks some of them right.
-WINDOW = 50
-DEAD = 0.99
+from powerclip.train.recipe import Recipe
 
 
 class Sink(Protocol):
-    """Another place that rows go to."""
+    """Another destination of the metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step."""
+        """Write the values of a step."""
 
     def close(self) -> None:
-        """Take leave."""
+        """Flush and close."""
 
 
 class MetricsLog:
@@ -78,32 +73,39 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
         yield row
 
 
-def describe_terms(values: Mapping[str, float]) -> str:
-    """The loss, its main terms and the speed of a logged step, as a run shows them."""
-    shown = [f"{name} {values[name]:.3f}" for name in ("loss", *SHOWN) if name in values]
-    if values.keys() & set(SHOWN) == {"clip"}:  # the loss itself
-        shown.pop()
-    return "  ".join([*shown, f"{values['samples_per_second']:,.0f} samples/s"])
+def require_wandb() -> Any:
+    """The wandb package; UserError when it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise UserError(
+            "train.wandb: the package wandb is not installed; pip install 'powerclip[wandb]', or train.wandb=null"
+        ) from None
 
 
-class CollapseWatch:
-    """Tells when alignment is dead: every row's hardest negative wins and every best set is the empty one."""
+class WandbLog:
+    """One run in a project. A run that continues keeps its identity, which lies in `folder`."""
 
-    def __init__(self) -> None:
-        self._recent: deque[Tensor] = deque(maxlen=WINDOW)
-        self._warned = False
-
-    def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Remember the logged parts of a step. Nothing is read back from the GPU here."""
-        if "violation" in parts and "empty" in parts:
-            self._recent.append(torch.minimum(parts["violation"], parts["empty"]))
-
-    def warning(self) -> str | None:
-        """A warning, once, when both shares have stayed at 1 for `WINDOW` steps."""
-        if self._warned or len(self._recent) < WINDOW or float(torch.stack(list(self._recent)).min()) < DEAD:
-            return None
-        self._warned = True
-        return (
-            f"the alignment loss looks dead: for {WINDOW} steps every hardest negative beat its positive and every "
-            "best set of regions was empty. Try alignment.preset=default, or a smaller optim.lr"
+    def __init__(self, project: str, recipe: Recipe, folder: Path, *, resumed: bool):
+        wandb = require_wandb()
+        note = folder / "wandb-id"
+        identity = note.read_text(encoding="utf-8").strip() if resumed and note.is_file() else secrets.token_hex(4)
+        write_atomic(note, f"{identity}\n".encode())
+        self._run = wandb.init(
+            project=project, name=folder.name, id=identity, resume="allow", dir=str(folder), config=asdict(recipe)
         )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class NullLogger:
+    """Stands in for `MetricsLog` and `CheckpointWriter` on all ranks but the main one: every call does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None

@@ -91,8 +91,8 @@ class RunFolder:
         """Whether a run was begun here."""
         return self.recipe.is_file()
 
-    def begun(self) -> Recipe:
-        """The recipe that the run here was begun with; UserError when its file is damaged or of another version."""
+    def read_recipe(self) -> Recipe:
+        """The recipe that the run here was started with; UserError when its file is damaged or of another version."""
         try:
             text = self.recipe.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -106,7 +106,7 @@ class RunFolder:
         """
         if not self.recipe.is_file():
             raise UserError(f"nothing to resume in {self.root}; leave --resume out to begin a run there")
-        changed = differences(self.begun(), recipe, counted=counted)
+        changed = differences(self.read_recipe(), recipe, counted=counted)
         if changed:
             shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             raise UserError(f"cannot resume {self.root} with another recipe ({shown})")

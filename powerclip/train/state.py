@@ -16,10 +16,17 @@ from powerclip.encoders.self_attention import attend_without_copies
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
-from powerclip.train.distributed import check_batch, wrap
 from powerclip.train.optimizer import make_optimizer
+from powerclip.train.parallel import (
+    check_batch,
+    full_tensors,
+    is_sharded,
+    load_module,
+    load_optimizer,
+    replicate,
+    shard,
+)
 from powerclip.train.recipe import Recipe
-from powerclip.train.sharding import is_sharded, load_module, load_optimizer, shard, whole
 from powerclip.train.towers import Towers, compile_blocks, is_compiled
 
 
@@ -32,12 +39,12 @@ class TrainState:
     encoder: DualEncoder
     objective: Objective
     optimizer: torch.optim.Optimizer
-    bare_towers: Towers  # the encoder as the objective runs it
+    unwrapped_towers: Towers  # the encoder as the objective runs it
     towers: nn.Module  # the same, wrapped so that gradients are averaged over ranks
     ranks: Ranks = SINGLE
 
     @property
-    def loose(self) -> list[Tensor]:
+    def unwrapped_parameters(self) -> list[Tensor]:
         """The parameters whose gradients no wrapper averages over ranks."""
         trained: list[Tensor] = [p for p in self.objective.parameters() if p.requires_grad]
         if any(is_sharded(p) for p in self.encoder.parameters()):
@@ -54,9 +61,9 @@ class TrainState:
             "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
         return {
-            "encoder": whole(self.encoder.state_dict()),
+            "encoder": full_tensors(self.encoder.state_dict()),
             "objective": self.objective.state_dict(),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer": full_tensors(self.optimizer.state_dict()),
             "random": self.ranks.collect(generators),
         }
 
@@ -96,16 +103,16 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     sharded = settings.sharding == "full" and not ranks.is_single
     by_blocks = sharded or settings.compile == "blocks"
     graphs = settings.compile == "auto" and device.type == "cuda" and ranks.is_single and settings.accumulate == 1
-    bare = Towers(settings, objective, encoder, sharded=sharded, graphs=graphs)
-    towers: nn.Module = bare
+    unwrapped = Towers(settings, objective, encoder, sharded=sharded, graphs=graphs)
+    towers: nn.Module = unwrapped
     if by_blocks and is_compiled(settings, device):
         compile_blocks(encoder)
     if sharded:
-        shard(bare, device)
+        shard(unwrapped, device)
     else:
-        towers = wrap(bare, device, ranks)
+        towers = replicate(unwrapped, device, ranks)
     optimizer = make_optimizer([encoder, objective], recipe.optim)
-    return TrainState(0, device, encoder, objective, optimizer, bare, towers, ranks)
+    return TrainState(0, device, encoder, objective, optimizer, unwrapped, towers, ranks)
 
 
 def check_backend(recipe: Recipe, device: torch.device) -> None:

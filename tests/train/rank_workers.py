@@ -26,8 +26,8 @@ from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, joi
 from powerclip.train.accumulate import backward
 from powerclip.train.data import make_loader
 from powerclip.train.loop import share_terms, train, train_step
+from powerclip.train.parallel import clip_gradients, full_tensors
 from powerclip.train.recipe import Recipe
-from powerclip.train.sharding import clip_gradients, whole
 from powerclip.train.state import TrainState, start
 
 # A grid of 4 × 4, so that there is something to choose from.
@@ -120,7 +120,7 @@ def look(folder: Path, ranks: Ranks, overrides: Sequence[str]) -> dict[str, Tens
     state.objective.progress(state.step, recipe.train.steps)
     terms = share_terms(backward(state, other, recipe), ranks)
     found = {"loss": terms.total.detach(), **{f"logged {name}": part for name, part in terms.parts.items()}}
-    found |= {f"gradient of {name}": whole(p.grad).clone() for name, p in trained(state) if p.grad is not None}
+    found |= {f"gradient of {name}": full_tensors(p.grad).clone() for name, p in trained(state) if p.grad is not None}
     buffers = {**dict(state.objective.named_buffers()), **dict(state.objective.named_parameters())}
     found |= {name: value.detach().clone() for name, value in buffers.items() if "running" in name or "teacher" in name}
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]

@@ -1,11 +1,18 @@
-"""What a run writes down: rows once each, and a warning when alignment is dead."""
+"""Where metrics go: each row once, in a file, in tensorboard and, when asked for, in Weights & Biases."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import signal
+import sys
+import types
 
-from powerclip.train.metrics import WINDOW, CollapseWatch, MetricsLog, read_metrics
+import pytest
+from tiny_run import tiny
+
+from powerclip.errors import UserError
+from powerclip.runtime.signals import Preempted
+from powerclip.train.loop import train
+from powerclip.train.metrics import MetricsLog, read_metrics
 
 
 def test_rows_after_the_step_that_a_run_continues_from_are_written_anew(tmp_path):
@@ -29,42 +36,65 @@ def test_a_new_run_begins_with_an_empty_log(tmp_path):
     assert list(read_metrics(path)) == []
 
 
-def feed(watch: CollapseWatch, violation: float, empty: float, steps: int) -> None:
-    for _ in range(steps):
-        watch.add({"violation": torch.tensor(violation), "empty": torch.tensor(empty)})
-
-
-def test_dead_alignment_is_warned_of_once_after_a_whole_window():
-    watch = CollapseWatch()
-    feed(watch, 1.0, 1.0, WINDOW - 1)
-    assert watch.warning() is None
-    feed(watch, 1.0, 0.995, 1)
-    assert "dead" in str(watch.warning())
-    feed(watch, 1.0, 1.0, WINDOW)
-    assert watch.warning() is None
-
-
-def test_alignment_is_not_dead_while_either_share_stays_below_one():
-    for violation, empty in ((1.0, 0.9), (0.9, 1.0)):
-        watch = CollapseWatch()
-        feed(watch, violation, empty, 2 * WINDOW)
-        assert watch.warning() is None
-    watch = CollapseWatch()
-    feed(watch, 1.0, 1.0, WINDOW - 1)
-    feed(watch, 0.5, 1.0, 1)
-    feed(watch, 1.0, 1.0, WINDOW - 1)
-    assert watch.warning() is None
-
-
-def test_an_objective_without_alignment_is_not_watched():
-    watch = CollapseWatch()
-    for _ in range(2 * WINDOW):
-        watch.add({"clip": torch.tensor(1.0)})
-    assert watch.warning() is None
-
-
 @pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\x80\n", b"5\n", b'{"loss": 1.0}\n'])
 def test_rows_are_read_up_to_the_first_that_is_damaged(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + damage)
     assert list(read_metrics(path)) == [{"step": 1, "loss": 2.0}]
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+class FakeRun:
+    def __init__(self, **options):
+        self.options, self.rows, self.finished = options, [], False
+
+    def log(self, values, step):
+        self.rows.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    """The runs that a module in place of wandb was asked to make."""
+    runs: list[FakeRun] = []
+
+    def init(**options):
+        runs.append(FakeRun(**options))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return runs
+
+
+def test_every_row_goes_to_the_project_and_a_resumed_run_keeps_its_identity(tmp_path, wandb):
+    def stop(state):
+        if state.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    recipe = tiny(tmp_path, "train.wandb=trees")
+    with pytest.raises(Preempted):
+        train(recipe, tmp_path / "run", quiet=True, on_step=stop)
+    train(recipe, tmp_path / "run", quiet=True, resume=True)
+    first, second = wandb
+    assert first.options["project"] == "trees"
+    assert first.options["name"] == "run"
+    assert first.options["config"]["optim"]["lr"] == 1e-3
+    assert first.options["id"] == second.options["id"]
+    assert [step for step, _ in first.rows] == [1, 2, 4, 6]
+    assert [step for step, _ in second.rows] == [8, 10, 12]
+    assert "loss" in second.rows[-1][1]
+    assert first.finished
+    assert second.finished
+    train(recipe, tmp_path / "run", quiet=True, overwrite=True)
+    assert wandb[2].options["id"] != first.options["id"]
+
+
+def test_a_recipe_that_asks_for_it_without_the_package_fails_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"train\.wandb: .* not installed; pip install 'powerclip\[wandb\]'"):
+        train(tiny(tmp_path, "train.wandb=trees"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()

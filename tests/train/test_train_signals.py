@@ -112,7 +112,7 @@ def test_resume_auto_begins_continues_and_leaves_a_finished_run(tmp_path):
     assert same_weights(run, tmp_path / "whole")
 
 
-def test_resume_auto_starts_afresh_when_no_checkpoint_is_good(tmp_path):
+def test_resume_auto_starts_again_when_no_checkpoint_is_good(tmp_path):
     recipe, run = tiny(tmp_path), tmp_path / "run"
     with pytest.raises(Preempted):
         train(recipe, run, quiet=True, on_step=raise_at(7, signal.SIGTERM))

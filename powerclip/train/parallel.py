@@ -1,11 +1,12 @@
-"""Weights, gradients and the optimiser's state in parts, one on each rank (FSDP2), and whole again where they are read.
+"""Towers on several ranks: copies whose gradients are averaged (DDP), or weights that are sharded (FSDP2).
 
-A checkpoint holds whole tensors under the names that they always have: it does not matter how many ranks wrote it, or
+A checkpoint holds full tensors under the names that they always have: it does not matter how many ranks wrote it, or
 whether they were sharded.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from powerclip.errors import UserError
+from powerclip.runtime.distributed import Ranks
+from powerclip.train.recipe import TrainSection
 from powerclip.train.towers import Towers, transformer_blocks
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
+
+
+def check_batch(settings: TrainSection, ranks: Ranks) -> None:
+    """UserError unless the batch divides into equal parts, one for each rank and each pass through the towers."""
+    parts = ranks.count * settings.accumulate
+    if settings.batch_size % parts:
+        nearest = max(1, round(settings.batch_size / parts)) * parts
+        raise UserError(
+            f"train.batch_size is {settings.batch_size}, which {ranks.count} ranks × train.accumulate "
+            f"{settings.accumulate} cannot share equally: make it a multiple of {parts}, such as {nearest}"
+        )
+
+
+def replicate(towers: Towers, device: torch.device, ranks: Ranks) -> nn.Module:
+    """The towers, their gradients averaged over ranks while the backward pass still runs."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if ranks.is_single:
+        return towers
+    # Buffers are the same on all ranks and need no message. torch has renamed the option.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    gpu = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(towers, device_ids=gpu, gradient_as_bucket_view=True, **options)
 
 
 def shard(towers: Towers, device: torch.device) -> None:
@@ -37,19 +65,19 @@ def is_sharded(value: object) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def whole(value: Any) -> Any:
-    """Nested plain values with every sharded tensor put together. All ranks must ask, and all get it."""
+def full_tensors(value: Any) -> Any:
+    """Nested plain values with every sharded tensor gathered. All ranks must call it, and all get the result."""
     if isinstance(value, Tensor):
         sharded: Any = value
         return sharded.full_tensor() if is_sharded(value) else value
     if isinstance(value, Mapping):
-        return {key: whole(item) for key, item in value.items()}
+        return {key: full_tensors(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(whole(item) for item in value)
+        return type(value)(full_tensors(item) for item in value)
     return value
 
 
-def part_like(value: Tensor, pattern: Any) -> Tensor:
+def shard_like(value: Tensor, pattern: Any) -> Tensor:
     """A whole tensor as `pattern` has it: this rank's part of it where that is sharded."""
     if not is_sharded(pattern):
         return value
@@ -62,7 +90,7 @@ def part_like(value: Tensor, pattern: Any) -> Tensor:
 def load_module(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Give a module, sharded or not, the values of a whole state dict."""
     patterns = module.state_dict()
-    parts = {name: part_like(value, patterns.get(name)) for name, value in saved.items()}
+    parts = {name: shard_like(value, patterns.get(name)) for name, value in saved.items()}
     module.load_state_dict(parts)
 
 
@@ -72,7 +100,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
 
     def fit(value: Any, parameter: Tensor) -> Any:
         moment = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-        return part_like(value, parameter) if moment else value
+        return shard_like(value, parameter) if moment else value
 
     state = {
         number: {name: fit(value, parameters[number]) for name, value in values.items()}
@@ -81,15 +109,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     optimizer.load_state_dict({**saved, "state": state})
 
 
-def whole_encoder(encoder: DualEncoder) -> DualEncoder:
-    """A copy that is whole on every rank, when the encoder is sharded; otherwise the encoder itself."""
+def full_encoder(encoder: DualEncoder) -> DualEncoder:
+    """A copy with full weights on every rank, when the encoder is sharded; otherwise the encoder itself."""
     if not any(is_sharded(p) for p in encoder.parameters()):
         return encoder
     from powerclip.encoders.models import Blueprint, assemble
 
     copy = assemble(Blueprint(encoder.config, "the model"))
     copy.clip.visual.preprocess_cfg = encoder.clip.visual.preprocess_cfg
-    copy.load_state_dict(whole(encoder.state_dict()))
+    copy.load_state_dict(full_tensors(encoder.state_dict()))
     return copy.to(next(encoder.parameters()).device)
 
 
@@ -100,7 +128,9 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     if not kinds[0]:
         return torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
     # No operation takes both kinds at once.
-    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds]
+    norms = [
+        full_tensors(torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds
+    ]
     norm = torch.stack(norms).norm()
     if limit:
         for kind in kinds:

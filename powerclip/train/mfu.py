@@ -1,4 +1,4 @@
-"""The share of a GPU's arithmetic rate that training reaches: operations of the towers against the data sheet."""
+"""Model FLOPs utilisation (MFU): operations of the towers against the peak rate of the GPU's data sheet."""
 
 from __future__ import annotations
 
@@ -41,36 +41,36 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_rate(device: torch.device) -> float | None:
+def peak_flops(device: torch.device) -> float | None:
     """Operations a second that the device's data sheet promises in bf16; None when it is not known."""
     if device.type != "cuda":
         return None
-    return rate_of(torch.cuda.get_device_name(device))
+    return peak_flops_of(torch.cuda.get_device_name(device))
 
 
-def rate_of(name: str) -> float | None:
+def peak_flops_of(name: str) -> float | None:
     """The same by the device's name."""
     return next((1e12 * rate for known, rate in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-class ChipShare:
-    """The share of the GPUs' bf16 rate that a run reaches; nothing where that rate is not known.
+class Mfu:
+    """Model FLOPs utilisation of a run: the share of the GPUs' bf16 rate that it reaches.
 
-    Operations of the loss, and those repeated to save memory, are left out.
+    Operations of the loss, and those repeated to save memory, are not counted.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, gpus: int = 1):
         self._recipe, self._gpus = recipe, gpus
-        self._peak = peak_rate(device)
+        self._peak = peak_flops(device)
         self._known: dict[int, float] = {}
 
     def read(self, samples_per_second: float, length: int) -> dict[str, float]:
-        """`chip_share` of a run at this speed whose captions are padded to `length` tokens."""
+        """`mfu` at this speed, with captions padded to `length` tokens; empty where the peak rate is not known."""
         if self._peak is None:
             return {}
         if length not in self._known:
             self._known[length] = operations(self._recipe, length)
-        return {"chip_share": samples_per_second * self._known[length] / (self._gpus * self._peak)}
+        return {"mfu": samples_per_second * self._known[length] / (self._gpus * self._peak)}
 
 
 def operations(recipe: Recipe, length: int) -> float:

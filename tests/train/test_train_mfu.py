@@ -1,4 +1,4 @@
-"""The share of a GPU's rate: operations counted as a hand would, rates found by the GPU's name."""
+"""Model FLOPs utilisation: operations counted as a hand would, peak rates found by the GPU's name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_run import tiny
 
-from powerclip.train import chip
-from powerclip.train.chip import ChipShare, operations, rate_of
+from powerclip.train import mfu
+from powerclip.train.mfu import Mfu, operations, peak_flops_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from powerclip.train.chip import ChipShare, operations, rate_of
     ],
 )
 def test_a_rate_is_found_by_whole_words_of_the_name(name, tflops):
-    assert rate_of(name) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops_of(name) == (None if tflops is None else tflops * 1e12)
 
 
 def hand_count(length: int) -> float:
@@ -56,7 +56,7 @@ def test_a_masked_method_needs_fewer_operations_even_where_images_decide_how_man
 
 def test_the_share_is_what_is_reached_of_all_gpus_and_left_out_where_no_rate_is_known(tmp_path, monkeypatch):
     recipe = tiny(tmp_path)
-    assert ChipShare(recipe, torch.device("cpu")).read(1000, 16) == {}
-    monkeypatch.setattr(chip, "peak_rate", lambda device: 1e12)
-    found = ChipShare(recipe, torch.device("cpu"), gpus=4).read(1000, 16)
-    assert found["chip_share"] == pytest.approx(1000 * operations(recipe, 16) / 4e12)
+    assert Mfu(recipe, torch.device("cpu")).read(1000, 16) == {}
+    monkeypatch.setattr(mfu, "peak_flops", lambda device: 1e12)
+    found = Mfu(recipe, torch.device("cpu"), gpus=4).read(1000, 16)
+    assert found["mfu"] == pytest.approx(1000 * operations(recipe, 16) / 4e12)
