@@ -144,28 +144,25 @@ def compare(
     check_one_process("compare")
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     overrides = [argument for argument in arguments if argument not in files]
-    chosen = parse_seeds(seed_list) if seed_list is not None else list(range(seeds))
+    seed_numbers = parse_seeds(seed_list) if seed_list is not None else list(range(seeds))
     with interruptible("the same command goes on with the runs that are left"):
         from powerclip.compare.pool import start_processes
-        from powerclip.compare.run import run_study
-        from powerclip.compare.several import are_studies, read_studies, run_studies
-        from powerclip.compare.study import Study, read_study
+        from powerclip.compare.run import RunOptions, compare_studies, compare_study
+        from powerclip.compare.study import Study, are_studies, read_studies, read_study
 
         if are_studies(files):
             studies, folder = read_studies(files, overrides, only or ()), output or Path("runs")
             readable = [study for study in studies.values() if isinstance(study, Study)]
             with start_processes(processes, readable) as pool:
-                run_studies(
-                    studies, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet, processes=pool
-                )
+                options = RunOptions(keep_models=keep_models, quiet=quiet, processes=pool)
+                compare_studies(studies, folder, seed_numbers, options, test or ())
             return
         study = read_study(files, overrides)
+        study = study.only(only) if only else study
         folder = output or Path("runs") / (Path(files[0]).stem if len(files) == 1 else "compare")
-        chosen_study = study.only(only) if only else study
-        with start_processes(processes, [chosen_study]) as pool:
-            run_study(
-                chosen_study, folder, chosen, keep_models=keep_models, test=test or (), quiet=quiet, processes=pool
-            )
+        with start_processes(processes, [study]) as pool:
+            options = RunOptions(keep_models=keep_models, quiet=quiet, processes=pool)
+            compare_study(study, folder, seed_numbers, options, test or ())
 
 
 def parse_seeds(text: str) -> list[int]:

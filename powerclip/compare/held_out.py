@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.compare.held_out_table import describe, flatten, headlines, markdown, measures
-from powerclip.compare.study import Study
-from powerclip.compare.table import Outcomes, failures, numbers, terminal
+from powerclip.compare.study import RunFailure, Study, StudyResults
+from powerclip.compare.table import describe_seeds, failures, study_table, summary
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.images import ImageSource
@@ -32,7 +32,7 @@ from powerclip.evaluate.watch import Watch, watching
 from powerclip.runtime.distributed import SINGLE
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.progress import duration
+from powerclip.runtime.progress import duration, print_line
 from powerclip.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -84,24 +84,24 @@ def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
 def measure_held_out(
     study: Study,
     output: Path,
-    outcomes: Outcomes,
+    results: StudyResults,
     held_out: Sequence[HeldOut],
     *,
     quiet: bool = False,
     console: Console | None = None,
-) -> Outcomes:
+) -> StudyResults:
     """Measure the models of a study's runs, and write `test.md` and `test.json`.
 
     Args:
         study: what was compared.
         output: its folder.
-        outcomes: its runs. Those that failed are noted and left out.
+        results: what its runs came to. Those that failed are noted and left out.
         held_out: what to measure on.
         quiet: print the table alone.
         console: where to print; standard output by default.
 
     Returns:
-        The outcomes, with the held-out scores instead of the runs' own: `NAME/benchmark/measure`.
+        The results, with the held-out scores instead of the runs' own: `NAME/benchmark/measure`.
 
     Raises:
         UserError: no model could be measured.
@@ -110,41 +110,40 @@ def measure_held_out(
 
     def say(text: str) -> None:
         if not quiet:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, text)
 
     say(f"Held-out data: {', '.join(data.about for data in held_out)}")
     models = _Models(held_out)
-    tested: Outcomes = {name: {} for name in outcomes}
+    tested: StudyResults = {setting.name: {} for setting in study.settings}
     corrupt: dict[str, list[str]] = {}
-    runs = [(seed, name) for seed in next(iter(outcomes.values())) for name in outcomes]  # seed by seed, as they ran
-    for number, (seed, name) in enumerate(runs, 1):
-        head = f"[{number:{len(str(len(runs)))}d}/{len(runs)}] {name}, seed {seed}: "
-        outcome = outcomes[name][seed]
-        if isinstance(outcome, str):
-            tested[name][seed] = outcome
+    runs = study.runs(output, list(results[study.baseline]))
+    for number, run in enumerate(runs, 1):
+        head = f"[{number:{len(str(len(runs)))}d}/{len(runs)}] {run.setting}, seed {run.seed}: "
+        result = results[run.setting][run.seed]
+        if isinstance(result, RunFailure):
+            tested[run.setting][run.seed] = result
             say(f"{head}left out, its run failed")
             continue
         started = time.perf_counter()
         try:
             with watching(console, head, quiet) as watch:
-                measured, anew = models.measure(RunFolder(output / name / f"seed-{seed}"), watch)
+                measured, anew = models.measure(run.folder, watch)
         except UserError as error:
-            tested[name][seed] = str(error)
+            tested[run.setting][run.seed] = RunFailure(str(error))
             say(f"{head}failed: {error}")
             continue
         scores = {f"{data}/{key}": value for data, scored in measured.items() for key, value in flatten(scored).items()}
-        tested[name][seed] = replace(outcome, scores=scores, last={})
+        tested[run.setting][run.seed] = replace(result, scores=scores, last={})
         corrupt |= {data: list(scored.corrupt) for data, scored in measured.items() if scored.corrupt}
         note = duration(time.perf_counter() - started) if anew else "measured before"
         say(f"{head}{describe(measured)}  ({note})")
-    reasons = [outcome for runs_ in tested.values() for outcome in runs_.values() if isinstance(outcome, str)]
+    reasons = [found.reason for one in tested.values() for found in one.values() if isinstance(found, RunFailure)]
     if len(reasons) == len(runs):
         raise UserError(f"no model could be measured on the held-out data; the first: {reasons[0]}")
     _write(study, output, tested, held_out, corrupt)
-    for row in terminal(study, tested, headlines(tested), time=False):
-        console.print(row, highlight=False, soft_wrap=True)
+    study_table(study, tested, headlines(tested), time=False).print(console)
     for line in failures(tested):
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line, style="yellow")
     say(f"Table and numbers of the held-out data: {output / 'test.md'}, test.json")
     return tested
 
@@ -244,16 +243,16 @@ def _hash(images: ImageSource, place: int) -> bytes:
 
 
 def _write(
-    study: Study, output: Path, tested: Outcomes, held_out: Sequence[HeldOut], corrupt: dict[str, list[str]]
+    study: Study, output: Path, tested: StudyResults, held_out: Sequence[HeldOut], corrupt: dict[str, list[str]]
 ) -> None:
     seeds = list(next(iter(tested.values())))
     footer = [
         f"Held-out data: {', '.join(data.about for data in held_out)}.",
-        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))}); {machine()}.",
+        f"{describe_seeds(seeds)}; {machine()}.",
         *(f"- {name}: {len(which):,} unreadable: {', '.join(which[:3])}" for name, which in corrupt.items()),
         *failures(tested),
     ]
-    write_atomic(output / "test.md", ("\n".join([markdown(study, tested), *footer]) + "\n").encode())
+    write_atomic(output / "test.md", markdown(study, tested, "\n".join(footer)).encode())
     results = {
         "about": study.about,
         "baseline": study.baseline,
@@ -266,10 +265,10 @@ def _write(
         "settings": {
             setting.name: {
                 "about": setting.about,
-                "summary": numbers(study, tested, setting.name, measures(tested)),
+                "summary": summary(study, tested, setting.name, measures(tested)),
                 "runs": {
-                    str(seed): {"error": outcome} if isinstance(outcome, str) else {"scores": outcome.scores}
-                    for seed, outcome in tested[setting.name].items()
+                    str(seed): {"error": found.reason} if isinstance(found, RunFailure) else {"scores": found.scores}
+                    for seed, found in tested[setting.name].items()
                 },
             }
             for setting in study.settings

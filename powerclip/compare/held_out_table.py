@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from powerclip.compare.study import Study
-from powerclip.compare.table import (
-    Cell,
-    Measure,
-    Outcomes,
-    difference,
-    mean_and_spread,
-    page,
-    ranks,
-    values,
-)
+from powerclip.compare.study import Study, StudyResults
+from powerclip.compare.table import Measure, markdown_page, measure_table
 from powerclip.evaluate.retrieval import CUTOFFS, Retrieval
 from powerclip.evaluate.sugarcrepe import CompositionResults
 from powerclip.evaluate.tasks import Scored
@@ -62,44 +53,31 @@ def describe(measured: Mapping[str, Scored]) -> str:
     return " · ".join(parts)
 
 
-def measures(tested: Outcomes) -> list[Measure]:
+def measures(tested: StudyResults) -> list[Measure]:
     """All that was measured, `NAME: what`, in the order in which it was."""
     keys: dict[str, None] = {}
     for runs in tested.values():
-        for outcome in runs.values():
-            if isinstance(outcome, Results):
-                keys |= dict.fromkeys(outcome.scores)
+        for result in runs.values():
+            if isinstance(result, Results):
+                keys |= dict.fromkeys(result.scores)
     return [Measure(key, _label(key)) for key in keys]
 
 
-def headlines(tested: Outcomes) -> list[Measure]:
+def headlines(tested: StudyResults) -> list[Measure]:
     """The measures that the terminal has room for."""
     return [measure for measure in measures(tested) if measure.key.endswith(tuple(f"/{key}" for key in HEADLINES))]
 
 
-def markdown(study: Study, tested: Outcomes) -> str:
+def markdown(study: Study, tested: StudyResults, *footer: str) -> str:
     """The table as Markdown: in each row the best bold, the second underlined."""
-    names = [setting.name for setting in study.settings]
-    names.sort(key=lambda name: name != study.baseline)
-    header = ["held-out", names[0], *(label for name in names[1:] for label in (name, "Δ"))]
-    rows = []
-    for measure in measures(tested):
-        marks = ranks(study, tested, measure, DIGITS)
-        row = [Cell(measure.label)]
-        for name in names:
-            scored = list(values(tested, name, measure).values())
-            row.append(Cell(mean_and_spread(scored, DIGITS), marks.get(name, "")))
-            if name != study.baseline:
-                change = difference(study, tested, name, measure)
-                row.append(Cell(change.shown(DIGITS, error=True) if change else ""))
-        rows.append(row)
     legend = (
         f"Percent, mean ± standard deviation over seeds; Δ is the mean difference to {study.baseline} ± its standard "
         "error over the seeds that both have, with the ratio and the p-value of a paired t-test. Mean recall is that "
         "of R@1, 5 and 10 both ways, R@1 the mean of both ways; text asks with an image, image with a caption. "
         "Accuracy is that of all comparisons together."
     )
-    return page(study, header, rows, legend)
+    table = measure_table(study, tested, measures(tested), corner="held-out", digits=DIGITS)
+    return markdown_page(study, table, legend, *footer)
 
 
 def _label(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs of studies in several processes of this machine, which share its GPUs and cores."""
+"""How the runs of studies are trained: one after the other, or several at a time in processes of this machine."""
 
 from __future__ import annotations
 
@@ -6,45 +6,69 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
-from powerclip.compare.study import Study
+from powerclip.compare.study import Run, RunFailure, Study
 from powerclip.errors import UserError
 from powerclip.runtime.processes import ProcessPool, Report, WorkerFunction
-from powerclip.runtime.progress import duration
+from powerclip.runtime.progress import Progress
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train.data import CorpusStore
 from powerclip.train.loop import train
-from powerclip.train.recipe import Recipe
+from powerclip.train.recipe import differences
 from powerclip.train.results import Results, write_results
-from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState
 
-_OFTEN = 0.5  # seconds between two messages on how far a run is
+REPORT_SECONDS = 0.5  # between two messages on how far a run is
 
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """A recipe to train, and where."""
-
-    recipe: Recipe
-    folder: Path
+RunResult = tuple[Run, Results | RunFailure]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a run has ended."""
+class WorkerResult:
+    """What a worker process sends back of a run."""
 
-    outcome: Results | str  # or why there are none
+    result: Results | RunFailure
     printed: str = ""  # warnings
+
+
+def train_run(
+    run: Run,
+    store: CorpusStore,
+    console: Console,
+    *,
+    quiet: bool,
+    on_step: Callable[[TrainState], None] | None = None,
+) -> Results | RunFailure:
+    """Train a run over whatever its folder holds, unless that is the same run, interrupted, and is to be resumed."""
+    resume = run.resume and _is_interrupted(run)
+    try:
+        trained = train(
+            run.recipe,
+            run.folder.root,
+            resume="auto" if resume else False,
+            overwrite=not resume,
+            quiet=quiet,
+            console=console,
+            store=store,
+            on_step=on_step,
+        )
+        return trained.results
+    except UserError as error:
+        return RunFailure(str(error))
+
+
+def train_in_turn(runs: Sequence[Run], store: CorpusStore, console: Console, *, quiet: bool) -> Iterator[RunResult]:
+    """Train runs in this process, one after the other."""
+    for run in runs:
+        yield run, train_run(run, store, console, quiet=quiet)
 
 
 class Processes:
@@ -57,7 +81,7 @@ class Processes:
 
     def __init__(self, count: int, *, gpus: Sequence[str] = ()):
         self.count, self._gpus = count, tuple(gpus)
-        self._pool: ProcessPool[Run, Ended] | None = None
+        self._pool: ProcessPool[Run, WorkerResult] | None = None
 
     def __enter__(self) -> Processes:
         return self
@@ -68,8 +92,8 @@ class Processes:
         if self._pool:
             self._pool.close()
 
-    def train(self, runs: Sequence[Run], console: Console, *, quiet: bool) -> Iterator[tuple[Run, Results | str]]:
-        """The results of each run, or why there are none, as they end.
+    def train(self, runs: Sequence[Run], console: Console, *, quiet: bool) -> Iterator[RunResult]:
+        """Train runs, and give their results as they end.
 
         Raises:
             Preempted: SIGTERM asked for it.
@@ -78,21 +102,33 @@ class Processes:
             return
         if self._pool is None:
             self._pool = ProcessPool(partial(_load, self._gpus), self.count, daemon=False)  # loaders have processes too
-        with _Bar(runs, console, quiet=quiet) as bar, Signals() as signals:
+        progress = Progress("", len(runs), unit="runs", quiet=quiet, console=console, transient=True)
+        ended, started = 0, dict[Run, float]()  # of the runs that have begun, the share that is done
 
-            def stop() -> bool:
-                if signals.request() is StopRequest.STOP:
-                    raise Preempted("stopped")
-                return False
+        def stop() -> bool:
+            if signals.request() is StopRequest.STOP:
+                raise Preempted("stopped")
+            return False
 
-            for run, ended in self._pool.run(runs, stop, bar.on_report):
-                bar.ended(run)
-                if ended is None:
-                    yield run, "every process that tried it died, perhaps because memory ran out: lower --processes"
+        def on_report(run: Run, step: int) -> None:
+            # A recipe in epochs has its steps counted when it begins.
+            started[run] = 0.0 if run.recipe.train.epochs is not None else step / run.recipe.train.steps
+            progress.update(ended, partial=sum(started.values()))
+
+        with progress, Signals() as signals:
+            for run, worked in self._pool.run(runs, stop, on_report):
+                started.pop(run, None)
+                ended += 1
+                progress.update(ended, partial=sum(started.values()))
+                if worked is None:
+                    reason = "every process that tried it died, perhaps because memory ran out: lower --processes"
+                    yield run, RunFailure(reason)
                     continue
-                if ended.printed:
-                    console.print(ended.printed.rstrip(), style="yellow", markup=False, highlight=False, soft_wrap=True)
-                yield run, ended.outcome
+                if worked.printed:
+                    console.print(
+                        worked.printed.rstrip(), style="yellow", markup=False, highlight=False, soft_wrap=True
+                    )
+                yield run, worked.result
 
 
 def start_processes(count: int | None, studies: Sequence[Study]) -> Processes:
@@ -118,91 +154,47 @@ def visible_gpus() -> list[str]:
     return (named or [str(number) for number in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
 
 
-def _load(gpus: Sequence[str], number: int, count: int) -> WorkerFunction[Run, Ended]:
+def _is_interrupted(run: Run) -> bool:
+    """Whether the folder holds the same run, begun and not finished."""
+    if run.folder.finished or not run.folder.holds_run():
+        return False
+    with suppress(UserError):  # damaged, or written by an older version: as good as another recipe
+        return not differences(run.folder.read_recipe(), run.recipe, counted=False)
+    return False
+
+
+def _load(gpus: Sequence[str], number: int, count: int) -> WorkerFunction[Run, WorkerResult]:
     """The worker of a process: it keeps the corpora that it has read."""
     if len(gpus) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]  # read when CUDA is first used, which is later
-    if "OMP_NUM_THREADS" not in os.environ:  # who sets it means it
+    if "OMP_NUM_THREADS" not in os.environ:  # a user's own number stays
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     store = CorpusStore()
 
-    def work(run: Run, report: Report) -> Ended:
+    def work(run: Run, report: Report) -> WorkerResult:
         printed = io.StringIO()
         try:
-            done = train(
-                run.recipe,
-                run.folder,
-                overwrite=True,
-                quiet=True,
-                console=Console(file=printed),
-                store=store,
-                on_step=_Watch(report),
-            )
-            results = done.results
-            if count > max(1, len(gpus)):
-                results = replace(results, seconds_per_step=None)
-                write_results(RunFolder(run.folder).results, results)
-            return Ended(results, printed.getvalue())
-        except UserError as error:
-            return Ended(str(error), printed.getvalue())
+            result = train_run(run, store, Console(file=printed), quiet=True, on_step=_StepReporter(report))
         except Preempted:
             sys.exit()
+        if isinstance(result, Results) and count > max(1, len(gpus)):
+            result = replace(result, seconds_per_step=None)
+            write_results(run.folder.results, result)
+        return WorkerResult(result, printed.getvalue())
 
     return work
 
 
-class _Watch:
+class _StepReporter:
     """Tells the parent how far a run is, not too often, and ends the process when the parent is gone."""
 
     def __init__(self, report: Report):
         self._report, self._last, self._parent = report, time.monotonic(), os.getppid()
 
     def __call__(self, state: TrainState) -> None:
-        if time.monotonic() - self._last < _OFTEN:
+        if time.monotonic() - self._last < REPORT_SECONDS:
             return
         self._last = time.monotonic()
         if os.getppid() != self._parent:
             sys.exit()
         self._report(state.step)
-
-
-class _Bar:
-    """All runs in one bar, on a terminal."""
-
-    def __init__(self, runs: Sequence[Run], console: Console, *, quiet: bool):
-        self._total, self._ended, self._began = len(runs), 0, time.monotonic()
-        self._parts: dict[Run, float] = {}  # of the runs that have begun, how much is done
-        self._bar = Progress(
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[text]}"),
-            console=console,
-            transient=True,
-            disable=quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=self._total, text=f"0/{self._total} runs")
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def on_report(self, run: Run, step: int) -> None:
-        """A run is after that step."""
-        # A recipe in epochs has its steps counted when it begins.
-        self._parts[run] = 0.0 if run.recipe.train.epochs is not None else step / run.recipe.train.steps
-        self._show()
-
-    def ended(self, run: Run) -> None:
-        """A run has come to its end."""
-        self._parts.pop(run, None)
-        self._ended += 1
-        self._show()
-
-    def _show(self) -> None:
-        done = self._ended + sum(self._parts.values())
-        left = (time.monotonic() - self._began) * (self._total - done) / done if done else 0.0
-        self._bar.update(self._task, completed=done, text=f"{self._ended}/{self._total} runs  eta {duration(left)}")

@@ -1,112 +1,189 @@
 """Run a study: every setting with every seed, finished runs kept, the table brought up to date.
 
-A run that a study beside this one has finished is copied instead of trained. The others are trained one after the other
-in this process, or several at a time in others.
-
-Held-out data, where some are named, are looked at once, when all runs are finished.
+A run that a study in a folder beside has finished is copied instead of trained. Held-out data, where some are named,
+are measured once, when all runs are finished.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from powerclip.compare.finished import FinishedRuns, finished, identity, take_over
 from powerclip.compare.held_out import measure_held_out, read_held_out
-from powerclip.compare.pool import Processes, Run
-from powerclip.compare.study import Study
-from powerclip.compare.table import Outcomes, failures, markdown, summary, terminal
+from powerclip.compare.pool import Processes, train_in_turn
+from powerclip.compare.study import Run, RunFailure, Studies, Study, StudyResults
+from powerclip.compare.table import (
+    COMPARED,
+    MEASURES,
+    describe_seeds,
+    failures,
+    markdown_page,
+    step_time,
+    study_table,
+    summary,
+)
 from powerclip.errors import UserError
 from powerclip.report.curves_page import curves_page
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.progress import duration
+from powerclip.runtime.progress import duration, print_line
 from powerclip.train.data import CorpusStore
 from powerclip.train.evaluation import describe
-from powerclip.train.loop import train
-from powerclip.train.recipe import Recipe
+from powerclip.train.metrics import read_metrics
+from powerclip.train.recipe import FREE_ON_RESUME, Recipe, differences
 from powerclip.train.results import Results, read_results
 from powerclip.train.run_folder import RunFolder
 
 
-@dataclass(frozen=True)
-class _Place:
-    """One cell of the study: a setting with a seed."""
+class FinishedRuns:
+    """The finished runs of all studies in a folder, by what they have computed.
 
-    setting: str
-    seed: int
-    folder: RunFolder
-    recipe: Recipe
+    The folder is searched once; what finishes later is made known by `add`. Hand the same to several studies.
+    """
 
+    def __init__(self) -> None:
+        self._runs: dict[str, list[RunFolder]] = {}
+        self._searched: set[Path] = set()
 
-class _Ledger:
-    """The outcomes of a study's runs, as they become known."""
+    def add(self, folder: RunFolder, recipe: Recipe) -> None:
+        """Note a run that has finished."""
+        known, folder = self._runs.setdefault(identity(recipe), []), RunFolder(folder.root.resolve())
+        if folder not in known:
+            known.append(folder)
 
-    def __init__(
-        self,
-        study: Study,
-        output: Path,
-        seeds: Sequence[int],
-        shared: FinishedRuns,
-        keep_models: bool,
-        say: Callable[[str], None],
-    ):
-        self._study, self._output, self._seeds, self._say = study, output, seeds, say
-        self._shared, self._keep_models = shared, keep_models
-        self.outcomes: Outcomes = {setting.name: {} for setting in study.settings}
+    def find(self, recipe: Recipe, study: Path, *, model: bool = False) -> RunFolder | None:
+        """A finished run with this recipe in a study's folder or beside it; with `model`, one with its model."""
+        studies = study.resolve().parent
+        self._search(studies)
+        for folder in self._runs.get(identity(recipe), []):
+            # Checked again: it may have been replaced since.
+            if folder.root.parents[2] == studies and finished(folder, recipe) and (folder.model.is_dir() or not model):
+                return folder
+        return None
 
-    def places(self) -> Iterator[_Place]:
-        """All runs, seed by seed: after the first, every setting has a number."""
-        for seed in self._seeds:
-            for setting in self._study.settings:
-                folder = RunFolder(self._output / setting.name / f"seed-{seed}")
-                yield _Place(setting.name, seed, folder, _for_study(setting.at(seed), self._keep_models))
-
-    def note(self, place: _Place, outcome: Results | str, remark: str = "") -> None:
-        """A run has ended so; `remark` instead of its duration."""
-        self.outcomes[place.setting][place.seed] = outcome
-        done, total = sum(map(len, self.outcomes.values())), len(self._study.settings) * len(self._seeds)
-        head = f"[{done:{len(str(total))}d}/{total}] {place.setting}, seed {place.seed}: "
-        if isinstance(outcome, str):
-            self._say(f"{head}failed: {outcome}")
+    def _search(self, studies: Path) -> None:
+        if studies in self._searched:
             return
-        self._shared.add(place.folder, place.recipe)
-        self._say(f"{head}{describe(outcome.scores) or 'nothing measured'}  ({remark or duration(outcome.seconds)})")
+        self._searched.add(studies)
+        with suppress(OSError):  # not there yet, or not readable
+            for table in sorted(studies.glob("*/table.md")):  # that of a study; other folders are left alone
+                for results in sorted(table.parent.glob("*/*/results.json")):
+                    folder = RunFolder(results.parent)
+                    with suppress(UserError, OSError):
+                        self.add(folder, folder.read_recipe())
 
-    def look_up(self, place: _Place) -> bool:
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the runs of studies are made, whatever they compare."""
+
+    keep_models: bool = False  # save the trained models too; a finished run that has none is trained again
+    resume: bool = False  # keep checkpoints, and continue a run that was interrupted instead of training it again
+    log_steps: bool = False  # print logged steps also where there is no terminal; else one line for each run
+    quiet: bool = False  # print the tables alone
+    console: Console = field(default_factory=Console)
+    store: CorpusStore | None = None  # the corpora in memory, where several studies share them
+    finished: FinishedRuns = field(default_factory=FinishedRuns)
+    processes: Processes | None = None  # to train several runs at a time; without, or with one, they run here in turn
+
+    def say(self, text: str) -> None:
+        """Print a line of information."""
+        if not self.quiet:
+            print_line(self.console, text)
+
+
+class RunTable:
+    """What the runs of a study came to, as it becomes known."""
+
+    def __init__(self, study: Study, output: Path, seeds: Sequence[int], options: RunOptions):
+        self._study, self._output, self._seeds, self._options = study, output, seeds, options
+        self.results: StudyResults = {setting.name: {} for setting in study.settings}
+
+    def note(self, run: Run, result: Results | RunFailure, remark: str = "") -> None:
+        """A run has ended; the remark stands where its duration would."""
+        self.results[run.setting][run.seed] = result
+        done, total = sum(map(len, self.results.values())), len(self._study.settings) * len(self._seeds)
+        head = f"[{done:{len(str(total))}d}/{total}] {run.setting}, seed {run.seed}: "
+        if isinstance(result, RunFailure):
+            self._options.say(f"{head}failed: {result.reason}")
+            return
+        self._options.finished.add(run.folder, run.recipe)
+        scores = describe(result.scores) or "nothing measured"
+        self._options.say(f"{head}{scores}  ({remark or duration(result.seconds)})")
+
+    def look_up(self, run: Run) -> bool:
         """Note a run that need not be trained; False when it has to be."""
         try:
-            results, remark = _results(place.recipe, place.folder, self._output, self._shared, self._keep_models)
+            found = self._find(run)
         except UserError as error:
-            self.note(place, str(error))
+            self.note(run, RunFailure(str(error)))
             return True
-        if results is not None:
-            self.note(place, results, remark)
-        return results is not None
+        if found is not None:
+            self.note(run, *found)
+        return found is not None
+
+    def _find(self, run: Run) -> tuple[Results, str] | None:
+        """The results of a run that is finished here or beside, and a remark where they are from."""
+        model = self._options.keep_models
+        kept = finished(run.folder, run.recipe)
+        if kept and (run.folder.model.is_dir() or not model):
+            return kept, "finished before"
+        source = self._options.finished.find(run.recipe, self._output, model=model)
+        if source is None:
+            return None
+        copy_run(source, run.folder, run.recipe, model=model)
+        setting, study = source.root.parent.name, source.root.parents[1]
+        return read_results(
+            run.folder.results
+        ), f"taken from {setting if study == self._output.resolve() else study.name}"
 
     def write(self) -> None:
-        """Bring the table, the numbers and the curves up to date."""
-        _write(self._study, self._output, self._seeds, self.outcomes)
+        """Bring `table.md`, `results.json` and `curves.html` up to date."""
+        study, results = self._study, self.results
+        legend = (
+            f"Percent, mean ± standard deviation over seeds; Δ is the difference to {study.baseline}, with the ratio "
+            "and the p-value of a paired t-test over seeds. Violation and empty are those of the last step, time is "
+            "the median of a training step, where a run had its GPU to itself."
+        )
+        footer = [f"{describe_seeds(self._seeds)}; {machine()}.", *failures(results)]
+        page = markdown_page(study, study_table(study, results), legend, "\n".join(footer))
+        content: dict[str, Any] = {
+            "about": study.about,
+            "baseline": study.baseline,
+            "seeds": list(self._seeds),
+            "machine": machine(),
+            "settings": {
+                setting.name: {
+                    "about": setting.about,
+                    "summary": {
+                        **summary(study, results, setting.name, MEASURES),
+                        "seconds_per_step": step_time(results, setting.name),
+                    },
+                    "runs": {
+                        str(seed): {"error": result.reason} if isinstance(result, RunFailure) else asdict(result)
+                        for seed, result in results[setting.name].items()
+                    },
+                }
+                for setting in study.settings
+            },
+        }
+        logs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in results}
+        for run in study.runs(self._output, self._seeds):
+            if isinstance(results[run.setting].get(run.seed), Results):
+                logs[run.setting].append(list(read_metrics(run.folder.metrics)))
+        write_atomic(self._output / "table.md", page.encode())
+        write_atomic(self._output / "results.json", (json.dumps(content, indent=1) + "\n").encode())
+        write_atomic(self._output / "curves.html", curves_page(logs).encode())
 
 
-def run_study(
-    study: Study,
-    output: Path,
-    seeds: Sequence[int],
-    *,
-    keep_models: bool = False,
-    test: Sequence[Path] = (),
-    quiet: bool = False,
-    console: Console | None = None,
-    store: CorpusStore | None = None,
-    shared: FinishedRuns | None = None,
-    processes: Processes | None = None,
-) -> Outcomes:
+def run_study(study: Study, output: Path, seeds: Sequence[int], options: RunOptions) -> StudyResults:
     """Run what is not finished yet, and write `table.md`, `results.json` and `curves.html`.
 
     A run whose recipe has changed since is run again. One that fails for a reason of its own, such as a loss that is no
@@ -114,152 +191,164 @@ def run_study(
 
     Args:
         study: what to compare.
-        output: the folder; run n of a setting lies in `SETTING/seed-n`.
+        output: the study's folder.
         seeds: of weights, regions and data alike.
-        keep_models: save the trained models too; a finished run that has not is run again.
-        test: held-out data, as `powerclip evaluate` reads them. All models are measured on them at the end, which makes
-            `test.md` and `test.json`; what is run for it keeps its model.
-        quiet: print the tables alone.
-        console: where to print; standard output by default.
-        store: the corpora in memory, where several studies share them.
-        shared: the finished runs of the studies beside this one, where several studies look for them.
-        processes: where to train several runs at a time; without them, or with one, runs are trained here in turn.
+        options: how the runs are made.
 
     Raises:
-        UserError: every run failed, the folder holds something else, or a finished run has no model to be tested.
+        UserError: every run failed, or the folder holds something else.
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another --output folder")
-    console = console or Console()
-
-    def say(text: str) -> None:
-        if not quiet:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    shared = shared or FinishedRuns()
-    held_out = read_held_out(test)
-    if held_out and not keep_models:
-        _check_models(study, output, seeds, shared)
-    keep_models = keep_models or bool(held_out)
-    store = store or CorpusStore(say)
-    ledger = _Ledger(study, output, seeds, shared, keep_models, say)
-    left: dict[str, list[_Place]] = {}  # by what is computed: the same is trained once
-    for place in ledger.places():
-        if not ledger.look_up(place):
-            left.setdefault(identity(place.recipe), []).append(place)
-    if any(ledger.outcomes.values()):
-        ledger.write()
-    runs = {Run(same[0].recipe, same[0].folder.root): same for same in left.values()}
-    if processes and processes.count > 1:
-        trained = processes.train(list(runs), console, quiet=quiet)
+    table = RunTable(study, output, seeds, options)
+    left: dict[str, list[Run]] = {}  # by what is computed: the same is trained once
+    for run in study.runs(output, seeds):
+        run = replace(run, recipe=_recipe_for_study(run.recipe, options), resume=options.resume)
+        if not table.look_up(run):
+            left.setdefault(identity(run.recipe), []).append(run)
+    if any(table.results.values()):
+        table.write()
+    same = {runs[0]: runs[1:] for runs in left.values()}
+    if options.processes and options.processes.count > 1:
+        trained = options.processes.train(list(same), options.console, quiet=options.quiet)
     else:
-        trained = _train_here(list(runs), store, quiet, console)
-    for run, outcome in trained:
-        first, *others = runs[run]
-        ledger.note(first, outcome)
-        for place in others:
-            if isinstance(outcome, str):
-                ledger.note(place, outcome)
+        store = options.store or CorpusStore(options.say)
+        quiet = options.quiet or not (options.console.is_terminal or options.log_steps)
+        trained = train_in_turn(list(same), store, options.console, quiet=quiet)
+    for run, result in trained:
+        table.note(run, result)
+        for other in same[run]:
+            if isinstance(result, RunFailure):
+                table.note(other, result)
             else:
-                ledger.look_up(place)
-        ledger.write()
-    outcomes = ledger.outcomes
-    reasons = [outcome for ended in outcomes.values() for outcome in ended.values() if isinstance(outcome, str)]
-    if len(reasons) == sum(map(len, outcomes.values())):
+                table.look_up(other)
+        table.write()
+    ended = [result for runs in table.results.values() for result in runs.values()]
+    reasons = [result.reason for result in ended if isinstance(result, RunFailure)]
+    if len(reasons) == len(ended):
         raise UserError(f"every run failed; the first: {reasons[0]}")
-    ledger.write()
-    for row in terminal(study, outcomes):
-        console.print(row, highlight=False, soft_wrap=True)
-    for line in failures(outcomes):
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    say(f"Table, numbers and curves: {output / 'table.md'}, results.json, curves.html")
+    table.write()
+    return table.results
+
+
+def compare_study(
+    study: Study, output: Path, seeds: Sequence[int], options: RunOptions, test: Sequence[Path] = ()
+) -> StudyResults:
+    """Run a study and print its table. With `test`, measure the models on held-out data: `test.md` and `test.json`.
+
+    Raises:
+        UserError: as `run_study`, or a finished run has no model to be tested.
+    """
+    held_out = read_held_out(test)
     if held_out:
-        measure_held_out(study, output, outcomes, held_out, quiet=quiet, console=console)
-    return outcomes
+        if not options.keep_models:
+            _check_models(study, output, seeds, options.finished)
+        options = replace(options, keep_models=True)
+    results = run_study(study, output, seeds, options)
+    study_table(study, results, COMPARED).print(options.console)
+    for line in failures(results):
+        print_line(options.console, line, style="yellow")
+    options.say(f"Table, numbers and curves: {output / 'table.md'}, results.json, curves.html")
+    if held_out:
+        measure_held_out(study, output, results, held_out, quiet=options.quiet, console=options.console)
+    return results
 
 
-def _results(
-    recipe: Recipe, folder: RunFolder, output: Path, shared: FinishedRuns, keep_models: bool
-) -> tuple[Results | None, str]:
-    """The results of the run where it need not be trained, and a note where they are from."""
-    kept = finished(folder, recipe)
-    if kept and (folder.model.is_dir() or not keep_models):
-        return kept, "finished before"
-    source = shared.find(recipe, output, model=keep_models)
-    if source is None:
-        return None, ""
-    take_over(source, folder, recipe, model=keep_models)
-    setting, study = source.root.parent, source.root.parents[1]
-    return read_results(folder.results), f"taken from {setting.name if study == output.resolve() else study.name}"
+def compare_studies(
+    studies: Studies, output: Path, seeds: Sequence[int], options: RunOptions, test: Sequence[Path] = ()
+) -> None:
+    """Compare one study after the other, each into a folder of its name in `output`.
+
+    Corpora stay in memory, and no run is trained twice. A study that fails is reported, and the others go on.
+
+    Raises:
+        UserError: at the end, when a study has failed.
+    """
+    options = replace(options, store=options.store or CorpusStore(None if options.quiet else options.say))
+    failed: dict[str, str] = {}
+    for name, study in studies.items():  # at once, not after hours of other studies
+        if isinstance(study, str):
+            failed[name] = study
+            print_line(options.console, f"{name}: failed: {study}", "yellow")
+    for number, (name, study) in enumerate(studies.items(), 1):
+        if isinstance(study, str):
+            continue
+        print_line(options.console, f"Study {number}/{len(studies)}: {name}", "bold")
+        try:
+            compare_study(study, output / name, seeds, options, test)
+        except UserError as error:
+            failed[name] = str(error)
+            print_line(options.console, f"{name}: failed: {error}", "yellow")
+    if failed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise UserError(f"{len(failed)} of {len(studies)} studies failed: {reasons}")
+
+
+def finished(folder: RunFolder, recipe: Recipe) -> Results | None:
+    """The results of a run that has reached its end with the same recipe and the same evaluation, else None."""
+    if not folder.finished or not folder.holds_run():
+        return None
+    try:
+        begun = folder.read_recipe()
+        same = not differences(begun, recipe, counted=False) and begun.evaluation == recipe.evaluation
+        return read_results(folder.results) if same else None
+    except UserError:  # damaged, or written by an older version: as good as another recipe
+        return None
+
+
+def identity(recipe: Recipe) -> str:
+    """What a run computes and measures, as text: the same for two recipes whose results are each other's."""
+    content = asdict(recipe)
+    for name in FREE_ON_RESUME:
+        section, key = name.split(".")
+        if section != "evaluation":
+            del content[section][key]
+    if recipe.train.epochs is not None and recipe.data.samples is None:
+        del content["train"]["steps"]  # they follow from the data, which a run counts when it begins
+    return json.dumps(content, sort_keys=True)
+
+
+def copy_run(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: bool) -> None:
+    """Copy a finished run, with `model` its model too, over whatever run the folder holds.
+
+    Raises:
+        UserError: the folder holds something that is not a run, or a file could not be copied.
+    """
+    folder.check_free(overwrite=True)
+    folder.begin(recipe)
+    left = {source.results, source.checkpoints} | (set() if model else {source.model})
+    try:
+        shutil.copytree(
+            source.root,
+            folder.root,
+            ignore=lambda inside, names: {name for name in names if Path(inside, name) in left},
+            dirs_exist_ok=True,
+        )
+    except shutil.Error as error:  # one entry for each file: its path, the copy's, why
+        raise UserError(f"{source.root} could not be copied: {error.args[0][0][2]}") from None
+    write_atomic(folder.results, source.results.read_bytes())  # last, as a run does: now it is finished
 
 
 def _check_models(study: Study, output: Path, seeds: Sequence[int], shared: FinishedRuns) -> None:
     """UserError when a finished run has left no model, here or beside: training it again is for the user to decide."""
-    folders = [
-        (setting, seed, RunFolder(output / setting.name / f"seed-{seed}"))
-        for setting in study.settings
-        for seed in seeds
-    ]
+    runs = study.runs(output, seeds)
     gone = [
-        folder.root
-        for setting, seed, folder in folders
-        if not folder.model.is_dir()
-        and finished(folder, setting.at(seed))
-        and not shared.find(setting.at(seed), output, model=True)
+        run.folder.root
+        for run in runs
+        if not run.folder.model.is_dir()
+        and finished(run.folder, run.recipe)
+        and not shared.find(run.recipe, output, model=True)
     ]
     if gone:
         raise UserError(
-            f"--test needs the models of finished runs, and {len(gone)} of {len(folders)} were not kept (the first: "
+            f"--test needs the models of finished runs, and {len(gone)} of {len(runs)} were not kept (the first: "
             f"{gone[0]}); the same command with --keep-models trains these again and keeps them"
         )
 
 
-def _for_study(recipe: Recipe, keep_models: bool) -> Recipe:
-    """What a run of a study need not leave behind: it is cheaper to run again than to keep."""
-    return replace(recipe, train=replace(recipe.train, checkpoint_every=0, save_model=keep_models))
-
-
-def _train_here(
-    runs: Sequence[Run], store: CorpusStore, quiet: bool, console: Console
-) -> Iterator[tuple[Run, Results | str]]:
-    """The results of each run, or why there are none, one after the other."""
-    silent = quiet or not console.is_terminal  # in a log, one line for each run is enough
-    for run in runs:
-        try:
-            done = train(run.recipe, run.folder, overwrite=True, quiet=silent, console=console, store=store)
-            yield run, done.results
-        except UserError as error:
-            yield run, str(error)
-
-
-def _write(study: Study, output: Path, seeds: Sequence[int], outcomes: Outcomes) -> None:
-    footer = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))}); {machine()}."
-    page = "\n".join([markdown(study, outcomes), footer, *failures(outcomes)]) + "\n"
-    results: dict[str, Any] = {
-        "about": study.about,
-        "baseline": study.baseline,
-        "seeds": list(seeds),
-        "machine": machine(),
-        "settings": {
-            setting.name: {
-                "about": setting.about,
-                "summary": summary(study, outcomes, setting.name),
-                "runs": {
-                    str(seed): {"error": outcome} if isinstance(outcome, str) else asdict(outcome)
-                    for seed, outcome in outcomes[setting.name].items()
-                },
-            }
-            for setting in study.settings
-        },
-    }
-    write_atomic(output / "table.md", page.encode())
-    write_atomic(output / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-    logs = {
-        name: [
-            RunFolder(output / name / f"seed-{seed}").metrics
-            for seed, outcome in runs.items()
-            if isinstance(outcome, Results)
-        ]
-        for name, runs in outcomes.items()
-    }
-    write_atomic(output / "curves.html", curves_page(logs).encode())
+def _recipe_for_study(recipe: Recipe, options: RunOptions) -> Recipe:
+    """The recipe without what a run of a study need not leave behind: checkpoints, and models that are not kept."""
+    checkpoint_every = recipe.train.checkpoint_every if options.resume else 0
+    return replace(
+        recipe, train=replace(recipe.train, checkpoint_every=checkpoint_every, save_model=options.keep_models)
+    )

@@ -13,6 +13,7 @@ settings:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 from powerclip.errors import UserError, nearest
 from powerclip.settings import parse_yaml
 from powerclip.train.recipe import Recipe, find_recipe, load_recipe
+from powerclip.train.results import Results
+from powerclip.train.run_folder import RunFolder
 
 _KEYS = ("about", "base", "baseline", "settings")
 _NAME = re.compile(r"\w[\w .,=+-]*")  # a setting's name is also its folder's
@@ -41,6 +44,27 @@ class Setting:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One cell of a study: a setting with a seed."""
+
+    setting: str
+    seed: int
+    recipe: Recipe
+    folder: RunFolder
+    resume: bool = False  # where it was interrupted, instead of from the first step
+
+
+@dataclass(frozen=True)
+class RunFailure:
+    """Why a run has no results."""
+
+    reason: str
+
+
+StudyResults = dict[str, dict[int, Results | RunFailure]]  # setting → seed → what its run came to
+
+
 @dataclass(frozen=True)
 class Study:
     """What to compare, and with what."""
@@ -48,6 +72,20 @@ class Study:
     settings: tuple[Setting, ...]
     baseline: str
     about: str = ""
+    layout: str = "{setting}/seed-{seed}"  # where a run lies in the study's folder
+
+    def runs(self, output: Path, seeds: Sequence[int]) -> list[Run]:
+        """All runs, seed by seed: after the first seed, every setting has a number."""
+        return [
+            Run(
+                setting.name,
+                seed,
+                setting.at(seed),
+                RunFolder(output / self.layout.format(setting=setting.name, seed=seed)),
+            )
+            for seed in seeds
+            for setting in self.settings
+        ]
 
     def only(self, names: Sequence[str]) -> Study:
         """The study with the named settings alone, and the baseline, which every difference needs."""
@@ -58,6 +96,9 @@ class Study:
                 raise UserError(f"--only: no setting {name!r} in the study{hint}")
         wanted = {*names, self.baseline}
         return replace(self, settings=tuple(setting for setting in self.settings if setting.name in wanted))
+
+
+Studies = dict[str, Study | str]  # name → the study, or why it could not be read
 
 
 def read_study(files: Sequence[str], overrides: Sequence[str] = ()) -> Study:
@@ -80,12 +121,61 @@ def read_study(files: Sequence[str], overrides: Sequence[str] = ()) -> Study:
     return Study(tuple(settings), names[0])
 
 
-def is_study(name: str) -> bool:
-    """Whether a study lies at that path, rather than a recipe or nothing.
+def are_studies(files: Sequence[str]) -> bool:
+    """Whether the files are several studies; several recipes, or one file of either kind, are not.
 
     Raises:
-        UserError: what lies there is not YAML.
+        UserError: some are studies and some are not, or two studies have the same name.
     """
+    if len(files) < 2:
+        return False
+    studies = [name for name in files if _is_study(name)]
+    for name in files if studies else ():
+        if name in studies:
+            continue
+        try:
+            find_recipe(name)
+        except UserError:
+            raise UserError(f"no study file {name}") from None
+        raise UserError(
+            f"{studies[0]} is a study and {name} a recipe: compare either studies or recipes in one command"
+        )
+    twice, count = Counter(Path(name).stem for name in studies).most_common(1)[0] if studies else ("", 0)
+    if count > 1:
+        raise UserError(f"two studies are called {twice}: a study's folder is named by its file, rename one")
+    return bool(studies)
+
+
+def read_studies(files: Sequence[str], overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Studies:
+    """The studies in the files, by the files' stems. `only` keeps the named settings of each, where it has them.
+
+    Raises:
+        UserError: a setting of `only` is in no study.
+    """
+    studies: Studies = {}
+    for name in files:
+        try:
+            studies[Path(name).stem] = read_study([name], overrides)
+        except UserError as error:
+            studies[Path(name).stem] = str(error)
+    if not only:
+        return studies
+    known = {setting.name for study in studies.values() if isinstance(study, Study) for setting in study.settings}
+    for name in only:
+        if name not in known:
+            hint = nearest(name, sorted(known)) or f"; known: {', '.join(sorted(known))}"
+            raise UserError(f"--only: no setting {name!r} in any of the studies{hint}")
+    kept: Studies = {}
+    for stem, study in studies.items():
+        if isinstance(study, str):
+            kept[stem] = study
+        elif names := [name for name in only if any(setting.name == name for setting in study.settings)]:
+            kept[stem] = study.only(names)
+    return kept
+
+
+def _is_study(name: str) -> bool:
+    """Whether a study lies at that path, rather than a recipe or nothing; UserError when it is not YAML."""
     path = Path(name)
     if not path.is_file():
         return False

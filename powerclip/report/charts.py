@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+Curve = Sequence[tuple[float, float]]  # (x, y)
+
 WIDTH, HEIGHT = 360, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 30, 34
 
 
 def line_chart(
     title: str,
-    series: Mapping[str, Sequence[tuple[float, float]]],
+    series: Mapping[str, Curve],
     colours: Mapping[str, str],
     horizontal: str = "step",
     legend: bool = True,
@@ -64,7 +66,7 @@ def line_chart(
     return "".join([*parts, "</svg>"])
 
 
-def smooth(line: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+def smooth(line: Curve, window: int) -> list[tuple[float, float]]:
     """A running mean over the last `window` points, for curves that are too noisy to read."""
     averaged = []
     for index, (x, _) in enumerate(line):
@@ -91,7 +93,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [float(f"{index * step:.10g}") for index in range(first, last + 1)]
 
 
-def _runs(line: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+def _runs(line: Curve) -> list[list[tuple[float, float]]]:
     """The line cut where a value is not finite."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in line:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from powerclip import cli
 from powerclip.compare import held_out as study_held_out
-from powerclip.compare import run as study_run
+from powerclip.compare import pool
 from powerclip.compare.held_out import read_held_out
-from powerclip.compare.run import run_study
+from powerclip.compare.run import RunOptions, compare_study
 from powerclip.compare.study import read_study
 from powerclip.errors import UserError
 from powerclip.evaluate.command import evaluate_model
@@ -46,7 +46,7 @@ def run(folder: Path, *, seeds: tuple[int, ...] = (0, 1), test: bool = True, **o
     printed = io.StringIO()
     paths = [folder / "test.tar", folder / "sugarcrepe"] if test else []
     study = read_study([str(folder / "study.yaml")])
-    run_study(study, folder / "out", seeds, test=paths, console=Console(file=printed, width=80), **options)
+    compare_study(study, folder / "out", seeds, RunOptions(console=Console(file=printed, width=80), **options), paths)
     return printed.getvalue()
 
 
@@ -122,7 +122,7 @@ def test_the_table_has_a_row_for_each_measure_and_a_gain_for_each_setting(folder
 
 def test_a_finished_study_is_neither_trained_nor_measured_twice(folder, monkeypatch):
     run(folder, test=False, keep_models=True)
-    trained, loaded = calls(monkeypatch, study_run, "train"), measured(monkeypatch)
+    trained, loaded = calls(monkeypatch, pool, "train"), measured(monkeypatch)
     run(folder)
     assert trained == []
     assert len(loaded) == 4
@@ -168,7 +168,7 @@ def test_data_are_known_by_their_content_wherever_they_lie(folder):
 
 def test_a_model_that_was_not_kept_is_an_error_that_names_the_option_and_the_option_helps(folder, monkeypatch):
     run(folder, test=False)
-    trained = calls(monkeypatch, study_run, "train")
+    trained = calls(monkeypatch, pool, "train")
     with pytest.raises(UserError, match=r"4 of 4 were not kept .*clip/seed-0.* with --keep-models trains these again"):
         run(folder)
     assert trained == []
@@ -206,7 +206,7 @@ def test_only_the_tables_are_printed_when_quiet(folder):
 
 
 def test_a_path_that_is_not_there_is_refused_before_anything_is_trained(folder, monkeypatch):
-    trained = calls(monkeypatch, study_run, "train")
+    trained = calls(monkeypatch, pool, "train")
     (folder / "test.tar").unlink()
     with pytest.raises(UserError, match=r"--test: there is no file or folder .*test\.tar"):
         run(folder)

@@ -18,7 +18,7 @@ from rich.console import Console
 from tiny_study import write_base
 
 from powerclip.compare.pool import Processes, _load, start_processes, visible_gpus
-from powerclip.compare.run import run_study
+from powerclip.compare.run import RunOptions, compare_study
 from powerclip.compare.study import read_study
 from powerclip.errors import UserError
 
@@ -41,8 +41,8 @@ def folder(tmp_path: Path, mini_corpus: Path, monkeypatch: pytest.MonkeyPatch) -
 def run(output: str, processes: Processes | None = None) -> str:
     """What the study prints, with two seeds."""
     printed = io.StringIO()
-    console = Console(file=printed, width=200)
-    run_study(read_study(["study.yaml"]), Path(output), [0, 1], console=console, processes=processes)
+    options = RunOptions(console=Console(file=printed, width=200), processes=processes)
+    compare_study(read_study(["study.yaml"]), Path(output), [0, 1], options)
     return printed.getvalue()
 
 
@@ -102,7 +102,7 @@ def test_runs_at_a_time_give_what_runs_in_turn_give_but_no_times(folder):
         at_a_time = run("two/study", processes)
         again = run("two/study", processes)
         shards = read_study(["study.yaml"], ["data.source=shards", "data.trees=flat", "data.workers=1"])
-        run_study(shards.only(["heavy"]), Path("shards/study"), [0], quiet=True, processes=processes)
+        compare_study(shards.only(["heavy"]), Path("shards/study"), [0], RunOptions(quiet=True, processes=processes))
     run("one/study")
     two, one = runs(folder / "two/study"), runs(folder / "one/study")
     assert set(one) == {"clip/0", "clip/1", "heavy/0", "heavy/1", "twin/0", "twin/1"}

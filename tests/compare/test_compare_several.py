@@ -13,10 +13,9 @@ from tiny_study import write_base
 from typer.testing import CliRunner, Result
 
 from powerclip import cli
-from powerclip.compare import finished as study_shared
+from powerclip.compare import pool
 from powerclip.compare import run as study_run
-from powerclip.compare.finished import FinishedRuns, identity, take_over
-from powerclip.compare.run import run_study
+from powerclip.compare.run import FinishedRuns, RunOptions, compare_study, copy_run, identity
 from powerclip.compare.study import read_study
 from powerclip.errors import UserError
 from powerclip.train import run_folder
@@ -46,13 +45,13 @@ def folder(tmp_path: Path, mini_corpus: Path, monkeypatch: pytest.MonkeyPatch) -
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """`STUDY/SETTING/seed-n` of each run that is trained from now on."""
     seen: list[str] = []
-    original = study_run.train
+    original = pool.train
 
     def train(recipe, output, **options):
         seen.append("/".join(output.parts[-3:]))
         return original(recipe, output, **options)
 
-    monkeypatch.setattr(study_run, "train", train)
+    monkeypatch.setattr(pool, "train", train)
     return seen
 
 
@@ -63,8 +62,8 @@ def compare(*arguments: str | Path) -> Result:
 def run(name: str, *overrides: str, output: str = "", **options: bool) -> str:
     """What the study in `NAME.yaml` prints, with one seed."""
     printed = io.StringIO()
-    console = Console(file=printed, width=80)
-    run_study(read_study([f"{name}.yaml"], overrides), Path("runs", output or name), [0], console=console, **options)
+    study, folder = read_study([f"{name}.yaml"], overrides), Path("runs", output or name)
+    compare_study(study, folder, [0], RunOptions(console=Console(file=printed, width=80), **options))
     return printed.getvalue()
 
 
@@ -197,8 +196,8 @@ def test_held_out_data_are_measured_on_models_that_a_study_beside_has_kept(folde
     run("two", keep_models=True)
     run("one")
     trained.clear()
-    study = read_study(["one.yaml"])
-    run_study(study, Path("runs/one"), [0], test=[mini_corpus / "sugarcrepe"], console=Console(file=io.StringIO()))
+    options = RunOptions(console=Console(file=io.StringIO()))
+    compare_study(read_study(["one.yaml"]), Path("runs/one"), [0], options, [mini_corpus / "sugarcrepe"])
     assert trained == []
     assert (folder / "runs/one/test.md").is_file()
 
@@ -239,7 +238,7 @@ def test_nothing_but_a_run_is_replaced(folder):
     notes.write_text("mine")
     source = RunFolder(folder / "runs/one/heavy/seed-0")
     with pytest.raises(UserError, match="not empty and not a run"):
-        take_over(source, RunFolder(notes.parent), load_recipe("base.yaml"), model=False)
+        copy_run(source, RunFolder(notes.parent), load_recipe("base.yaml"), model=False)
     assert list(notes.parent.iterdir()) == [notes]
 
 
@@ -268,7 +267,7 @@ def test_a_run_that_cannot_be_copied_is_a_failure_of_its_own(folder, monkeypatch
     def full(*_: object, **__: object) -> None:
         raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")])
 
-    monkeypatch.setattr(study_shared.shutil, "copytree", full)
+    monkeypatch.setattr(study_run.shutil, "copytree", full)
     printed = run("two")
     assert printed.count("could not be copied: [Errno 28] No space left on device") >= 2
     assert "light, seed 0: composition" in printed

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 from tiny_study import write_base
 
-from powerclip.compare import run as study_run
-from powerclip.compare.finished import identity
-from powerclip.compare.run import run_study
-from powerclip.compare.study import Setting, Study, read_study
-from powerclip.compare.table import markdown, summary, terminal
+from powerclip.compare import pool
+from powerclip.compare.run import RunOptions, compare_study, identity
+from powerclip.compare.study import RunFailure, Setting, Study, StudyResults, read_study
+from powerclip.compare.table import COMPARED, MEASURES, study_table, summary
 from powerclip.encoders.models import check_config
 from powerclip.errors import UserError
 from powerclip.objectives import build_objective
@@ -42,9 +41,10 @@ def folder(tmp_path: Path, mini_corpus: Path) -> Path:
     return tmp_path
 
 
-def run(study: Study, output: Path, seeds: list[int], **options: bool) -> tuple[dict, str]:
+def run(study: Study, output: Path, seeds: list[int], **options: bool) -> tuple[StudyResults, str]:
     printed = io.StringIO()
-    return run_study(study, output, seeds, console=Console(file=printed, width=80), **options), printed.getvalue()
+    results = compare_study(study, output, seeds, RunOptions(console=Console(file=printed, width=80), **options))
+    return results, printed.getvalue()
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def test_learning_studies_share_their_runs_and_a_name_means_the_same_in_all():
 
 def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypatch):
     study, output = read_study([str(folder / "study.yaml")]), folder / "out"
-    outcomes, printed = run(study, output, [0, 1])
-    assert all(isinstance(outcomes[name][seed], Results) for name in ("clip", "powerclip", "heavy") for seed in (0, 1))
+    results, printed = run(study, output, [0, 1])
+    assert all(isinstance(results[name][seed], Results) for name in ("clip", "powerclip", "heavy") for seed in (0, 1))
     assert "[6/6] heavy, seed 1: retrieval" in printed
     assert printed.count("12 images") == 1  # the corpus was read once
     table = (output / "table.md").read_text()
@@ -163,18 +163,18 @@ def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypat
     assert "2 seeds (0, 1)" in table
     written = json.loads((output / "results.json").read_text())
     assert written["baseline"] == "clip"
-    assert written["settings"]["heavy"]["runs"]["1"]["scores"] == outcomes["heavy"][1].scores
+    assert written["settings"]["heavy"]["runs"]["1"]["scores"] == results["heavy"][1].scores
     assert written["settings"]["heavy"]["summary"]["composition/mean"]["seeds"] == 2
     page = (output / "curves.html").read_text()
-    assert all(f"■ {name}" in page for name in outcomes)
+    assert all(f"■ {name}" in page for name in results)
     assert page.count("<svg") == 5  # losses, violation, empty sets, scale
     assert not (output / "clip" / "seed-0" / "model").exists()
 
     trained = []
-    original = study_run.train
-    monkeypatch.setattr(study_run, "train", lambda *args, **kwargs: trained.append(args) or original(*args, **kwargs))
+    original = pool.train
+    monkeypatch.setattr(pool, "train", lambda *args, **kwargs: trained.append(args) or original(*args, **kwargs))
     again, printed = run(study, output, [0, 1])
-    assert again == outcomes
+    assert again == results
     assert trained == []
     assert printed.count("finished before") == 6
     run(read_study([str(folder / "study.yaml")], ["alignment.weight=2"]).only(["heavy"]), output, [1])
@@ -186,30 +186,28 @@ def test_all_settings_of_a_seed_start_from_the_same_weights_and_see_the_same_pai
     (folder / "study.yaml").write_text(
         "base: base.yaml\nsettings: {clip: {objective: clip}, zero: {alignment: {weight: 0.0}}}"
     )
-    outcomes, _ = run(read_study([str(folder / "study.yaml")]), folder / "out", [0, 1])
+    results, _ = run(read_study([str(folder / "study.yaml")]), folder / "out", [0, 1])
     for seed in (0, 1):
         one, other = (
             json.loads((folder / "out" / name / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()[0])
             for name in ("clip", "zero")
         )
         assert one["clip"] == other["clip"]
-    assert outcomes["clip"][0].scores != outcomes["clip"][1].scores
+    assert results["clip"][0].scores != results["clip"][1].scores
 
 
 def test_a_change_of_the_evaluation_alone_runs_again(folder):
     study, output = read_study([str(folder / "study.yaml")]).only(["clip"]), folder / "out"
     run(study, output, [0])
     without = read_study([str(folder / "study.yaml")], ["evaluation.composition=null"]).only(["clip"])
-    outcomes, printed = run(without, output, [0])
+    results, printed = run(without, output, [0])
     assert "finished before" not in printed
-    assert "composition/mean" not in outcomes["clip"][0].scores
+    assert "composition/mean" not in results["clip"][0].scores
 
 
-def test_the_losses_that_a_method_adds_have_their_curves(tmp_path):
-    log = tmp_path / "metrics.jsonl"
+def test_the_losses_that_a_method_adds_have_their_curves():
     rows = [{"step": step, "clip": 4, "local": 3, "simclr": 2, "byol": 1, "unknown": 0} for step in (1, 2)]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = curves_page({"made up": [log]})
+    page = curves_page({"made up": [rows]})
     assert re.findall(r'aria-label="([^"]+)"', page) == ["CLIP loss", "Local loss", "SimCLR loss", "BYOL loss"]
 
 
@@ -224,9 +222,9 @@ def test_a_run_that_fails_is_noted_and_the_rest_goes_on(folder):
         "base: base.yaml\nsettings:\n  clip: {objective: clip}\n"
         "  wild: {optim: {lr: 1e30}, train: {max_skipped: 0}}\n  powerclip: {}"
     )
-    outcomes, printed = run(read_study([str(folder / "study.yaml")]), folder / "out", [0])
-    assert "training diverged" in outcomes["wild"][0]
-    assert isinstance(outcomes["powerclip"][0], Results)
+    results, printed = run(read_study([str(folder / "study.yaml")]), folder / "out", [0])
+    assert "training diverged" in results["wild"][0].reason
+    assert isinstance(results["powerclip"][0], Results)
     assert "wild, seed 0: failed: training diverged" in printed
     table = (folder / "out" / "table.md").read_text()
     assert "- wild, seed 0, failed: training diverged" in table
@@ -236,8 +234,8 @@ def test_a_run_that_fails_is_noted_and_the_rest_goes_on(folder):
 def test_a_backend_that_cannot_run_here_fails_its_setting_alone_and_leaves_no_run(folder, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (folder / "study.yaml").write_text(STUDY + "  fused: {alignment: {backend: triton}}\n")
-    outcomes, printed = run(read_study([str(folder / "study.yaml")]).only(["fused"]), folder / "out", [0])
-    assert isinstance(outcomes["clip"][0], Results)
+    results, printed = run(read_study([str(folder / "study.yaml")]).only(["fused"]), folder / "out", [0])
+    assert isinstance(results["clip"][0], Results)
     assert "fused, seed 0: failed: alignment.backend: triton" in printed
     assert not (folder / "out" / "fused").exists()
 
@@ -256,18 +254,22 @@ def test_nothing_but_the_table_is_printed_when_quiet(folder):
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def made(**scores: list[float]) -> tuple[Study, dict]:
+def made(**scores: list[float]) -> tuple[Study, StudyResults]:
     """A study whose settings scored these retrieval means, a value for each seed, at 10, 11, 12, … ms a step."""
     recipe = load_recipe("quickstart/clip")
     study = Study(tuple(Setting(name, recipe) for name in scores), next(iter(scores)))
-    outcomes = {
+    results = {
         name: {
             seed: Results(1, 1.0, 0.010 + 0.001 * place, {"retrieval/mean": value}, {})
             for seed, value in enumerate(values)
         }
         for place, (name, values) in enumerate(scores.items())
     }
-    return study, outcomes
+    return study, results
+
+
+def markdown(study: Study, results: StudyResults) -> str:
+    return study_table(study, results).markdown()
 
 
 def cells(table: str, name: str) -> list[str]:
@@ -294,15 +296,17 @@ def test_settings_that_print_alike_share_their_mark():
 
 
 def test_a_difference_is_taken_over_the_seeds_that_both_have():
-    study, outcomes = made(clip=[0.1, 0.2, 0.3], ours=[0.2, 0.3, 0.9])
-    outcomes["clip"][2] = "training diverged"
-    found = summary(study, outcomes, "ours")["retrieval/mean"]
+    study, results = made(clip=[0.1, 0.2, 0.3], ours=[0.2, 0.3, 0.9])
+    results["clip"][2] = RunFailure("training diverged")
+    found = summary(study, results, "ours", MEASURES)["retrieval/mean"]
     assert found["difference"] == pytest.approx(10)
     assert found["seeds"] == 3
     assert found["mean"] == pytest.approx(100 * (0.2 + 0.3 + 0.9) / 3)
 
 
 def test_the_terminals_lines_are_aligned():
-    lines = [line.plain for line in terminal(*made(clip=[0.1, 0.2], longer_name=[0.15, 0.21]))]
+    printed = io.StringIO()
+    study_table(*made(clip=[0.1, 0.2], longer_name=[0.15, 0.21]), COMPARED).print(Console(file=printed, width=20))
+    lines = printed.getvalue().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == ["setting", "retrieval", "Δ", "time"]
