@@ -15,16 +15,11 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from powerclip.alignment.backends import interpreting
+from powerclip.alignment.backends import is_interpreted
 
 
 def split_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors […, D] in bf16 as they are, in any other dtype as float16 […, 3D] with the same inner products.
-
-    One product of three times the width: a kernel for half precision needs no second code path.
-    """
-    if left.dtype == right.dtype == torch.bfloat16:
-        return left, right
+    """Factors […, D] as float16 […, 3D] with the same inner products: one product of three times the width."""
     return _side_by_side(left, 2), _side_by_side(right, 1)
 
 
@@ -40,25 +35,25 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     return high, (values - high.to(values.dtype)).half()
 
 
-def _side_by_side(values: Tensor, low_place: int) -> Tensor:
-    """Twice the high half and once the low one, which comes at `low_place` of the three: […, D] as […, 3D]."""
+def _side_by_side(values: Tensor, low_position: int) -> Tensor:
+    """Twice the high half and once the low one, the latter at `low_position` of the three: […, D] as […, 3D]."""
     if _has_kernel(values):
         from powerclip.alignment.kernels.split_halves import write_halves
 
         wide = values.new_empty(*values.shape[:-1], 3 * values.shape[-1], dtype=torch.float16)
-        places = list(wide.chunk(3, -1))
-        low = places.pop(low_place)
-        write_halves(values, places[0], low, places[1])
+        parts = list(wide.chunk(3, -1))
+        low = parts.pop(low_position)
+        write_halves(values, parts[0], low, parts[1])
         return wide
     high, low = halves(values)
     parts = [high, high]
-    parts.insert(low_place, low)
+    parts.insert(low_position, low)
     return torch.cat(parts, -1)
 
 
 def _has_kernel(values: Tensor) -> bool:
-    """Whether one kernel splits these values. The plain way gives the same bits in five passes."""
-    return values.dtype == torch.float32 and (values.is_cuda or interpreting()) and _has_triton()
+    """Whether one kernel splits these values. Plain torch gives the same bits in five passes."""
+    return values.dtype == torch.float32 and (values.is_cuda or is_interpreted()) and _has_triton()
 
 
 @functools.cache

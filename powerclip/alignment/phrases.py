@@ -33,7 +33,7 @@ class Phrases:
     node_start: Tensor  # [T] first leaf of the node, counted within its caption
     node_end: Tensor  # [T] one past its last leaf, counted within its caption
     node_offsets: Tensor  # [C+1] caption c owns nodes node_offsets[c] … node_offsets[c+1]-1
-    # Kept as numbers so that the GPU is never asked for them:
+    # Kept as Python numbers to avoid a device sync:
     max_leaves: int  # most leaves of any caption here
     max_nodes: int  # most nodes of any caption here
 
@@ -63,16 +63,16 @@ class Phrases:
 
 def single_tokens(phrases: Phrases) -> Phrases:
     """Table 6, "w/o parse trees": every word token is a leaf and a node of its own."""
-    # Here the GPU is asked for numbers: how many words there are, and the most of one caption.
-    caption, place = phrases.words.nonzero(as_tuple=True)
+    # Two device syncs: the number of words, and the most of one caption.
+    caption, position = phrases.words.nonzero(as_tuple=True)
     counts = phrases.words.sum(-1)
     offsets = F.pad(counts.cumsum(0), (1, 0))
-    leaf = torch.arange(len(place), device=place.device) - offsets[caption]
+    leaf = torch.arange(len(position), device=position.device) - offsets[caption]
     longest = int(counts.max())
     return Phrases(
         words=phrases.words,
-        leaf_start=place,
-        leaf_end=place + 1,
+        leaf_start=position,
+        leaf_end=position + 1,
         leaf_offsets=offsets,
         node_start=leaf,
         node_end=leaf + 1,
@@ -126,5 +126,5 @@ def _ranges(start: Tensor, end: Tensor, offsets: Tensor, most: int, length: int)
     member = offsets[:-1, None] + torch.arange(most, device=start.device)
     real = member < offsets[1:, None]
     member = member.clamp(max=len(start) - 1)
-    place = torch.arange(length, device=start.device)
-    return real.unsqueeze(-1) & (start[member].unsqueeze(-1) <= place) & (place < end[member].unsqueeze(-1))
+    position = torch.arange(length, device=start.device)
+    return real.unsqueeze(-1) & (start[member].unsqueeze(-1) <= position) & (position < end[member].unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""Sums of dense features under masks, as regions and leaves need them, and what follows: centring and length 1.
+"""Sums of dense features under masks, for regions and for leaves; centring and normalising of the sums.
 
 Axes: C pairs of the batch · M masks of each · N patches or tokens · D width
 """
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 
-def masked_sums(values: Tensor, masks: Tensor, there: Tensor | None = None) -> Tensor:
+def masked_sums(values: Tensor, masks: Tensor, valid: Tensor | None = None) -> Tensor:
     """Sums [C, M, D] of values [C, N, D] under masks [C, M, N], in float32 whatever the towers compute in.
 
-    Values that are not `there` [C, N] may be anything, NaN too; no mask may cover them.
+    Values that are not `valid` [C, N] may be anything, NaN too; no mask may cover them.
     """
-    return _MaskedSums.apply(values, masks, there)
+    return _MaskedSums.apply(values, masks, valid)
 
 
 def subtract(sums: Tensor, masks: Tensor, centre: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ class _MaskedSums(torch.autograd.Function):
     """One matrix product each way. With bf16 values on a GPU there is no float32 copy of them."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, masks: Tensor, there: Tensor | None) -> Tensor:
+    def forward(ctx: Any, values: Tensor, masks: Tensor, valid: Tensor | None) -> Tensor:
         ctx.dtype = values.dtype
         ctx.half = values.is_cuda and values.dtype == torch.bfloat16
         masks = _aligned(masks, values.dtype if ctx.half else torch.float32)
         ctx.save_for_backward(masks)
-        if there is not None:
+        if valid is not None:
             # Selected, never multiplied by zero: 0 · NaN is NaN.
-            values = torch.where(there.unsqueeze(-1), values, 0)
+            values = torch.where(valid.unsqueeze(-1), values, 0)
         if ctx.half:
             return torch.bmm(masks, values, out_dtype=torch.float32)
         return masks @ values.float()

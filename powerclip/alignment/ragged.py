@@ -25,7 +25,7 @@ class Segments:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, total: int | None = None, longest: int | None = None) -> Segments:
-        """Groups given by how many members each has [S]. With T and K given, the GPU is not asked for them."""
+        """Groups given by how many members each has [S]. With T and K given, there is no device sync."""
         groups = torch.arange(len(lengths), device=lengths.device)
         index = torch.repeat_interleave(groups, lengths, output_size=total)
         return cls(index, lengths, int(lengths.max()) if longest is None else longest)
@@ -35,13 +35,13 @@ class Segments:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The members of each group as rows [S, K], and which entries are real; the others say member 0."""
-        place = torch.arange(self.longest, device=self.index.device)
+        position = torch.arange(self.longest, device=self.index.device)
         first = self.lengths.cumsum(0) - self.lengths
-        real = place < self.lengths.unsqueeze(-1)
-        return torch.where(real, first.unsqueeze(-1) + place, 0), real
+        real = position < self.lengths.unsqueeze(-1)
+        return torch.where(real, first.unsqueeze(-1) + position, 0), real
 
-    def places(self) -> Tensor:
-        """Where each member stands in its group [T]."""
+    def positions(self) -> Tensor:
+        """The position of each member in its group [T]."""
         first = self.lengths.cumsum(0) - self.lengths
         return torch.arange(len(self.index), device=self.index.device) - first[self.index]
 
@@ -51,7 +51,7 @@ class Segments:
 
 
 class _Pad(torch.autograd.Function):
-    """Rows of a rectangle from members; its gradient is the way back, not a sum over rows that may collide."""
+    """Rows of a rectangle from members; its gradient is the inverse, not a sum over rows that may collide."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, members: Tensor, real: Tensor, fill: float) -> Tensor:
@@ -61,24 +61,24 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         index, members = ctx.saved_tensors
-        place = torch.arange(len(index), device=index.device) - members[index, 0]
-        return gradients[0][index, place], None, None, None, None
+        position = torch.arange(len(index), device=index.device) - members[index, 0]
+        return gradients[0][index, position], None, None, None, None
 
 
 class _Unpad(torch.autograd.Function):
-    """Members out of a rectangle's rows; each place is read once, so that its gradient is written once, not added."""
+    """Members out of a rectangle's rows; each entry is read once, so that its gradient is written once, not added."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(index, place)
+    def forward(ctx: Any, rows: Tensor, index: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(index, position)
         ctx.shape = rows.shape
-        return rows[index, place]
+        return rows[index, position]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        index, place = ctx.saved_tensors
+        index, position = ctx.saved_tensors
         rows = gradients[0].new_zeros(ctx.shape)
-        rows[index, place] = gradients[0]
+        rows[index, position] = gradients[0]
         return rows, None, None
 
 
@@ -94,7 +94,7 @@ class Rows:
 
     @property
     def real(self) -> Tensor:
-        """Which places of the rectangle hold a member [S, K]."""
+        """Which entries of the rectangle hold a member [S, K]."""
         return torch.arange(self.longest, device=self.lengths.device) < self.lengths.unsqueeze(-1)
 
     lengths_like = Segments.lengths_like
@@ -110,8 +110,8 @@ def pad(values: Tensor, segments: Segments | Rows, fill: float) -> Tensor:
 
 
 def unpad(rows: Tensor, segments: Segments) -> Tensor:
-    """The members [T, …] that stand in rows [S, K, …]: the way back from `pad`."""
-    return _Unpad.apply(rows, segments.index, segments.places())
+    """The members [T, …] of rows [S, K, …]: the inverse of `pad`."""
+    return _Unpad.apply(rows, segments.index, segments.positions())
 
 
 def segment_sum(values: Tensor, segments: Segments | Rows) -> Tensor:

@@ -1,7 +1,7 @@
 """Scores of all pairs whose gradient is computed from the inputs again, block of images by block.
 
-What autograd would keep between forward and backward, several tensors of T × B × M, is never kept. The forward may be
-any scorer, also one that autograd cannot see into.
+What autograd would keep between forward and backward, several tensors of T × B × M, is never kept. The forward may be a
+kernel that autograd knows nothing of.
 
 Axes: T nodes of all captions · B images · M regions · S captions · D width
 """
@@ -19,18 +19,18 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.ragged import Segments
 
 # Scores [B, S] of regions [B, M, D] and nodes [T, D].
-Scorer = Callable[[Tensor, Tensor, Segments, AlignmentConfig], Tensor]
+Forward = Callable[[Tensor, Tensor, Segments, AlignmentConfig], Tensor]
 # Gradients of both for a block of images, given the gradient [B, S] of its scores.
-Differentiator = Callable[[Tensor, Tensor, Tensor, Segments, AlignmentConfig], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Segments, AlignmentConfig], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Way:
-    """How to score, how to differentiate, and how many images at a time when differentiating."""
+class ScoreImpl:
+    """An implementation of the scores of all pairs."""
 
-    score: Scorer
-    differentiate: Differentiator
-    block: int
+    forward: Forward
+    backward: Backward
+    block: int  # images at a time in the backward
 
 
 def whole_tiles(images: int, tile: int) -> int:
@@ -41,25 +41,25 @@ def whole_tiles(images: int, tile: int) -> int:
     return max(tile, images - images % tile)
 
 
-def recompute(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, way: Way) -> Tensor:
+def recompute(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, impl: ScoreImpl) -> Tensor:
     """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D]."""
-    return _Recompute.apply(regions, nodes, segments, config, way)
+    return _Recompute.apply(regions, nodes, segments, config, impl)
 
 
-def by_autograd(score: Scorer) -> Differentiator:
-    """The gradient of a scorer that autograd can see into."""
+def by_autograd(forward: Forward) -> Backward:
+    """The gradient by autograd of a forward that is made of torch's own operations."""
 
-    def differentiate(
+    def backward(
         regions: Tensor, nodes: Tensor, gradient: Tensor, segments: Segments, config: AlignmentConfig
     ) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             regions, nodes = regions.detach().requires_grad_(), nodes.detach().requires_grad_()
             of_regions, of_nodes = torch.autograd.grad(
-                score(regions, nodes, segments, config), [regions, nodes], gradient
+                forward(regions, nodes, segments, config), [regions, nodes], gradient
             )
         return of_regions, of_nodes
 
-    return differentiate
+    return backward
 
 
 class _Recompute(torch.autograd.Function):
@@ -67,19 +67,21 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, way: Way
+        ctx: Any, regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, impl: ScoreImpl
     ) -> Tensor:
         ctx.save_for_backward(regions, nodes)
-        ctx.segments, ctx.config, ctx.way = segments, config, way
-        return way.score(regions, nodes, segments, config)
+        ctx.segments, ctx.config, ctx.impl = segments, config, impl
+        return impl.forward(regions, nodes, segments, config)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         regions, nodes = ctx.saved_tensors
         of_nodes, of_regions = torch.zeros_like(nodes), []
-        blocks = zip(regions.split(ctx.way.block), gradients[0].split(ctx.way.block), strict=True)
+        blocks = zip(regions.split(ctx.impl.block), gradients[0].split(ctx.impl.block), strict=True)
         for block, gradient in blocks:
-            of_block, of_these = ctx.way.differentiate(block, nodes, gradient.to(nodes.dtype), ctx.segments, ctx.config)
+            of_block, of_nodes_here = ctx.impl.backward(
+                block, nodes, gradient.to(nodes.dtype), ctx.segments, ctx.config
+            )
             of_regions.append(of_block)
-            of_nodes += of_these
+            of_nodes += of_nodes_here
         return torch.cat(of_regions), of_nodes, None, None, None

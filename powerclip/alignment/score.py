@@ -1,5 +1,14 @@
 """Scores of images against captions: S̄, the sum of both aggregations, for all pairs or for chosen ones.
 
+`score_all` and `score_pairs` choose the operator: this is the only place that calls the kernels.
+
+| backend   | all pairs, NLA             | all pairs, exact                      | chosen pairs               |
+|-----------|----------------------------|---------------------------------------|----------------------------|
+| reference | the formulas               | the formulas                          | the formulas               |
+| torch     | CPU: `nla_all_cpu`,        | the formulas                          | the formulas               |
+|           | GPU: the formulas compiled |                                       |                            |
+| triton    | `nla_all`                  | `exact_all`, gradient by the formulas | `nla_pairs`, `exact_pairs` |
+
 Axes: C pairs of the batch · T nodes of all captions · B images · M regions · S captions · n chosen pairs · D width
 """
 
@@ -12,13 +21,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from powerclip.alignment.backends import choose
+from powerclip.alignment.backends import choose_backend
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels import nla_recompute
+from powerclip.alignment.kernels import nla_all_cpu
 from powerclip.alignment.nla import nla_t1, nla_t2
 from powerclip.alignment.powerset import exact_r2t
 from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_max, segment_mean
-from powerclip.alignment.recompute import Way, by_autograd, recompute
+from powerclip.alignment.recompute import ScoreImpl, by_autograd, recompute
 
 # Most elements of the largest intermediate of one block of images: 512 MB in float32.
 BLOCK_ELEMENTS = 2**27
@@ -27,6 +36,72 @@ ALIGNED = 8  # images of a block, where there are as many: cuBLAS multiplies row
 # Measured on an H200, M = 10, D = 512: chosen pairs take 0.5 ms and 0.14 µs each, score and gradient; the gradient of
 # all pairs takes 0.02 ns for each similarity of a node with a region.
 SIMILARITIES_PER_PAIR, PAIRS_AT_LEAST = 7_000, 3_500
+
+
+def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], in blocks of images."""
+    backend = choose_backend(config, regions.device)
+    if backend == "triton":
+        return _score_all_triton(regions, nodes, segments, config)
+    if backend == "torch" and not regions.is_cuda and nla_all_cpu.supports(config):
+        return nla_all_cpu.nla_all_cpu(regions, nodes, segments, config)
+    # Exact scores are not compiled: inductor of torch 2.11 fails on 2^M.
+    compiled = backend == "torch" and regions.is_cuda and config.aggregation == "nla"
+    score = _compiled_score_block() if compiled else _score_block
+    blocks = regions.split(_block_size(regions, nodes, config))
+    return torch.cat([score(block, nodes, segments, config) for block in blocks])
+
+
+def _score_all_triton(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    # Kernels are imported where they run, so that others need no Triton.
+    if config.aggregation == "exact":
+        from powerclip.alignment.kernels.exact_all import exact_all
+
+        impl = ScoreImpl(exact_all, by_autograd(_score_block), _block_size(regions, nodes, config))
+        return recompute(regions, nodes, segments, config, impl)
+    from powerclip.alignment.kernels.nla_all import nla_all, nla_forward_blocked
+
+    needs_gradient = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
+    return (nla_all if needs_gradient else nla_forward_blocked)(regions, nodes, segments, config)
+
+
+def score_pairs(
+    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
+) -> Tensor:
+    """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1, which is no pair."""
+    if choose_backend(config, regions.device) == "triton":
+        if config.aggregation == "exact":
+            from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
+        else:
+            from powerclip.alignment.kernels.nla_pairs import nla_pairs as kernel
+        return kernel(regions, nodes, segments, image, caption, config)
+    q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
+    rows = Rows(segments.lengths[caption], segments.longest)
+    score = aggregate(q.flatten(0, 1).unsqueeze(1), rows, config).squeeze(-1)
+    # Where there is no pair, the similarities are another pair's: their score and its gradient are finite.
+    return torch.where(image >= 0, score, 0.0)
+
+
+def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, k: int) -> bool:
+    """Whether all pairs' scores are to be differentiated, or cost less than the matched pairs and 2k negatives each."""
+    if config.gradient == "autograd":
+        return True
+    if config.aggregation == "exact" or choose_backend(config, regions.device) != "triton":
+        return False
+    from powerclip.alignment.kernels.nla_all import keeps_similarities
+
+    images, count, _ = regions.shape
+    pairs = (2 * k + 1) * images + PAIRS_AT_LEAST
+    return pairs * SIMILARITIES_PER_PAIR >= images * count * len(nodes) and keeps_similarities(regions, nodes)
+
+
+def pair_similarities(
+    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Similarities [n, K, M] of the nodes of chosen captions with the regions of chosen images, and which are real."""
+    members, real = segments.rows()
+    # A product of K × D by D × M for each pair; rows beyond a caption's own nodes are computed and dropped.
+    return nodes[members[caption]] @ regions[image].mT, real[caption]
 
 
 def aggregate(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
@@ -62,49 +137,10 @@ def _r2t(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tenso
     return score / q.shape[-1] if config.similarity == "mean" else score
 
 
-def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    """S̄ [B, S] of every image's regions [B, M, D] with every caption's nodes [T, D], in blocks of images."""
-    backend = choose(config, regions.device)
-    if backend == "triton":
-        return _score_by_kernels(regions, nodes, segments, config)
-    if backend == "torch" and not regions.is_cuda and nla_recompute.supports(config):
-        return nla_recompute.nla_recompute(regions, nodes, segments, config)
-    # On a GPU the compiled formulas: the recomputed gradient has been measured on CPUs only. Not for exact scores:
-    # inductor of torch 2.11 fails on 2^M there.
-    compiled = backend == "torch" and regions.is_cuda and config.aggregation == "nla"
-    score = _fused() if compiled else _score_block
-    blocks = regions.split(_block_size(regions, nodes, config))
-    return torch.cat([score(block, nodes, segments, config) for block in blocks])
-
-
-def score_block(
-    regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig, images: slice, captions: slice
-) -> Tensor:
-    """S̄ of a range of the images with a range of the captions."""
-    if captions.stop - captions.start < len(segments):
-        # The GPU is asked for two numbers: which nodes these captions own. Only batches of several blocks come here.
-        ends = segments.lengths.cumsum(0)
-        end = int(ends[captions.stop - 1])
-        first = end - int(segments.lengths[captions].sum())
-        nodes = nodes[first:end]
-        segments = Segments.from_lengths(segments.lengths[captions], end - first, segments.longest)
-    return score_all(regions[images], nodes, segments, config)
-
-
-def _score_by_kernels(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    # Triton is imported only by those who use it.
-    if config.aggregation == "exact":
-        from powerclip.alignment.kernels.exact_r2t import exact_score
-
-        way = Way(exact_score, by_autograd(_score_block), _block_size(regions, nodes, config))
-        return recompute(regions, nodes, segments, config, way)
-    if torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad):
-        from powerclip.alignment.kernels.nla_gradient import nla_gradient as kernel
-    elif nodes.dtype == torch.bfloat16:
-        from powerclip.alignment.kernels.nla_score import nla_score as kernel
-    else:
-        from powerclip.alignment.kernels.nla_gradient import nla_in_passing as kernel
-    return kernel(regions, nodes, segments, config)
+def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+    images, count, width = regions.shape
+    q = (nodes @ regions.reshape(-1, width).T).view(len(nodes), images, count)
+    return aggregate(q, segments, config).T
 
 
 def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:
@@ -114,55 +150,9 @@ def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:
     return size if size < ALIGNED else size - size % ALIGNED
 
 
-def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
-    images, count, width = regions.shape
-    q = (nodes @ regions.reshape(-1, width).T).view(len(nodes), images, count)
-    return aggregate(q, segments, config).T
-
-
 @functools.cache
-def _fused() -> Callable[..., Tensor]:
+def _compiled_score_block() -> Callable[..., Tensor]:
     """`_score_block` compiled: the number of nodes changes from batch to batch, and dozens of passes become two."""
     # Scores are float32's on purpose: inductor's advice to round their products is not for the user.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     return torch.compile(_score_block, dynamic=True)
-
-
-def score_pairs(
-    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
-) -> Tensor:
-    """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1, which is no pair."""
-    if choose(config, regions.device) == "triton":
-        # Triton is imported only by those who use it.
-        if config.aggregation == "exact":
-            from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
-        else:
-            from powerclip.alignment.kernels.nla_pairs import nla_pairs as kernel
-        return kernel(regions, nodes, segments, image, caption, config)
-    q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
-    rows = Rows(segments.lengths[caption], segments.longest)
-    score = aggregate(q.flatten(0, 1).unsqueeze(1), rows, config).squeeze(-1)
-    # Similarities of no pair are another pair's: their score and its gradient are finite.
-    return torch.where(image >= 0, score, 0.0)
-
-
-def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, k: int) -> bool:
-    """Whether all pairs' scores are to be differentiated, or cost less than the matched pairs and 2k negatives each."""
-    if config.gradient == "autograd":
-        return True
-    if config.aggregation == "exact" or choose(config, regions.device) != "triton":
-        return False
-    from powerclip.alignment.kernels.nla_gradient import keeps_similarities
-
-    images, count, _ = regions.shape
-    chosen = (2 * k + 1) * images + PAIRS_AT_LEAST
-    return chosen * SIMILARITIES_PER_PAIR >= images * count * len(nodes) and keeps_similarities(regions, nodes)
-
-
-def pair_similarities(
-    regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Similarities [n, K, M] of the nodes of chosen captions with the regions of chosen images, and which are real."""
-    members, real = segments.rows()
-    # A product of K × D by D × M for each pair; rows beyond a caption's own nodes are computed and dropped.
-    return nodes[members[caption]] @ regions[image].mT, real[caption]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.contrast import annealed_count
 from powerclip.alignment.embed import embed_parts
 from powerclip.alignment.loss import alignment_loss
+from powerclip.alignment.negatives import annealed_count
 from powerclip.objectives.base import Objective, Terms
 from powerclip.objectives.clip import clip_loss
 from powerclip.runtime.distributed import SINGLE, Ranks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from powerclip.alignment.backends import choose
+from powerclip.alignment.backends import choose_backend
 from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.self_attention import attend_without_copies
 from powerclip.errors import UserError
@@ -120,6 +120,6 @@ def check_backend(recipe: Recipe, device: torch.device) -> None:
     if recipe.objective != "powerclip":
         return
     try:
-        choose(recipe.alignment, device)
+        choose_backend(recipe.alignment, device)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from powerclip.alignment import Parts, Phrases
+from powerclip.alignment.contrast import off_diagonal
 from powerclip.alignment.ragged import Segments
 
 
@@ -65,3 +66,11 @@ def random_parts(pairs: int, regions: int, width: int, seed: int, dtype: torch.d
     region = F.normalize(torch.randn(pairs, regions, width, dtype=dtype, generator=generator), dim=-1)
     node = torch.randn(len(segments.index), width, dtype=dtype, generator=generator)
     return Parts(region.requires_grad_(), node.requires_grad_(), segments)
+
+
+def hardest(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Columns [C, k] of each row's k highest scores off the diagonal of a matrix."""
+    size = len(scores)
+    index = off_diagonal(scores).topk(min(k, size - 1)).indices
+    # Back from columns that skip the diagonal to columns of the matrix.
+    return index + (index >= torch.arange(size).unsqueeze(-1))

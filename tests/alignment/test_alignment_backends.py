@@ -10,26 +10,27 @@ import torch
 from alignment_examples import random_parts
 
 from powerclip.alignment import AlignmentConfig, alignment_loss
-from powerclip.alignment.backends import choose, triton_obstacle
+from powerclip.alignment.backends import choose_backend, triton_obstacle
+from powerclip.alignment.score import score_all
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_the_device_decides_unless_the_setting_does():
-    assert choose(AlignmentConfig(), CPU) == "reference"
-    assert choose(AlignmentConfig(), GPU) == "triton"
-    assert choose(AlignmentConfig(region_sets=False), GPU) == "torch"  # no kernel knows these settings
-    assert choose(AlignmentConfig(backend="torch"), CPU) == "torch"
-    assert choose(AlignmentConfig(backend="reference"), GPU) == "reference"
+    assert choose_backend(AlignmentConfig(), CPU) == "torch"
+    assert choose_backend(AlignmentConfig(), GPU) == "triton"
+    assert choose_backend(AlignmentConfig(region_sets=False), GPU) == "torch"  # no kernel knows these settings
+    assert choose_backend(AlignmentConfig(backend="torch"), CPU) == "torch"
+    assert choose_backend(AlignmentConfig(backend="reference"), GPU) == "reference"
 
 
 def test_a_backend_that_is_not_there_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"backend: triton needs an NVIDIA GPU.*use auto, torch or reference"):
-        choose(AlignmentConfig(backend="triton"), CPU)
+        choose_backend(AlignmentConfig(backend="triton"), CPU)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="triton is not installed"):
-        choose(AlignmentConfig(backend="triton"), GPU)
+        choose_backend(AlignmentConfig(backend="triton"), GPU)
 
 
 def test_a_misspelt_backend_is_named():
@@ -54,8 +55,8 @@ def test_a_misspelt_backend_is_named():
 )
 def test_what_the_kernels_do_not_know_is_named(settings, complaint):
     pytest.importorskip("triton")
-    found = triton_obstacle(AlignmentConfig(**settings), GPU)
-    assert (complaint in found) if complaint else found is None
+    obstacle = triton_obstacle(AlignmentConfig(**settings), GPU)
+    assert (complaint in obstacle) if complaint else obstacle is None
 
 
 @pytest.mark.parametrize("negatives", ["hardest", "k", "all"])
@@ -72,11 +73,19 @@ def test_torch_and_reference_give_the_same_loss_and_gradients(negatives, preset,
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_streaming_over_blocks_of_images_and_captions_changes_nothing(monkeypatch):
-    config = AlignmentConfig(negatives="k", k=3)
-    whole = alignment_loss(random_parts(11, 4, 8, seed=3), config).loss
-    monkeypatch.setattr("powerclip.alignment.hardest.hardest_pairs.__defaults__", (4, 3))
-    torch.testing.assert_close(alignment_loss(random_parts(11, 4, 8, seed=3), config).loss, whole)
+def test_on_a_cpu_the_closed_form_scores_where_it_supports_the_settings(monkeypatch):
+    parts, scored = random_parts(4, 3, 8, seed=0), []
+
+    def closed_form(regions, nodes, segments, config):
+        scored.append(config)
+        return torch.zeros(len(regions), len(segments))
+
+    monkeypatch.setattr("powerclip.alignment.kernels.nla_all_cpu.nla_all_cpu", closed_form)
+    settings = ({}, {"region_sets": False}, {"aggregation": "exact"}, {"backend": "reference"})
+    configs = [AlignmentConfig(**setting) for setting in settings]
+    for config in configs:
+        score_all(parts.regions, parts.nodes, parts.segments, config)
+    assert scored == configs[:1]
 
 
 # Triton decides at its import whether it interprets: a process of its own.

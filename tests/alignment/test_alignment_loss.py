@@ -1,4 +1,13 @@
-"""The loss head: what is contrasted with what, and that selecting pairs first changes nothing."""
+"""The loss: what is contrasted with what; neither selecting pairs first nor spreading them over ranks changes it.
+
+On ranks with real towers it is tested in tests/train. Here kernels meet several ranks: Triton decides at its import
+whether it interprets, so each rank is a process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,11 +15,13 @@ import torch.nn.functional as F
 from alignment_examples import random_parts, random_segments, random_similarities, random_trees
 
 from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, embed_parts, random_boxes
-from powerclip.alignment.contrast import annealed_count, hardest, off_diagonal
+from powerclip.alignment.contrast import off_diagonal
+from powerclip.alignment.loss import gather_nodes
 from powerclip.alignment.powerset import exact_r2t, exact_t2r, set_similarities
 from powerclip.alignment.ragged import Segments, segment_mean
 from powerclip.alignment.regions import subset_matrix
 from powerclip.alignment.score import aggregate, score_all, score_pairs
+from powerclip.runtime.distributed import SINGLE
 
 CONFIGS = {
     "paper": AlignmentConfig.named("paper"),
@@ -36,6 +47,46 @@ CONFIGS = {
 
 def with_gradient(config: AlignmentConfig, gradient: str) -> AlignmentConfig:
     return AlignmentConfig(**{**vars(config), "gradient": gradient})
+
+
+def literal_loss(scores: torch.Tensor, config: AlignmentConfig) -> torch.Tensor:
+    """The loss of a matrix of scores [C, C], row by row and column by column."""
+    count = len(scores)
+    k = {"hardest": 1, "semi_hard": 1, "k": config.k, "all": count - 1}[config.negatives]
+    directions = []
+    for matrix in (scores, scores.T):
+        losses = []
+        for i, row in enumerate(matrix):
+            negatives = torch.cat([row[:i], row[i + 1 :]])
+            if config.negatives == "semi_hard" and (negatives < row[i]).any():
+                negatives = negatives[negatives < row[i]]
+            hard = negatives.topk(min(k, len(negatives))).values
+            if config.loss == "triplet":
+                losses.append(F.relu(hard - row[i] + config.gamma).mean())
+            else:
+                losses.append((config.scale * torch.cat([row[i : i + 1], hard])).logsumexp(0) - config.scale * row[i])
+        directions.append(torch.stack(losses).mean())
+    return torch.stack(directions).sum() / (1 if config.loss == "triplet" else 2)
+
+
+@pytest.mark.parametrize("gradient", ["select", "autograd"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_is_that_of_the_matrix_of_scores(name, gradient):
+    config, parts = with_gradient(CONFIGS[name], gradient), random_parts(8, 5, 16, seed=0)
+    inputs = [parts.regions, parts.nodes]
+    scores = score_all(*inputs, parts.segments, AlignmentConfig(**{**vars(config), "backend": "reference"}))
+    expected, result = literal_loss(scores, config), alignment_loss(parts, config)
+    torch.testing.assert_close(result.loss, expected)
+    for one, other in zip(
+        torch.autograd.grad(result.loss, inputs),
+        torch.autograd.grad(expected, inputs, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    hardest = off_diagonal(scores).amax(1)
+    torch.testing.assert_close(result.positive, scores.diagonal().mean())
+    torch.testing.assert_close(result.negative, hardest.mean())
+    assert result.violation == (hardest >= scores.diagonal()).float().mean()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -114,15 +165,6 @@ def test_semi_hard_negatives_do_not_hide_violations():
     hard, semi = (alignment_loss(parts, AlignmentConfig(negatives=n)) for n in ("hardest", "semi_hard"))
     assert torch.equal(hard.violation, semi.violation)
     torch.testing.assert_close(hard.negative, semi.negative)
-
-
-def test_annealed_negatives_fall_from_all_to_one_by_the_same_factor():
-    counts = [annealed_count(1025, step / 300) for step in range(300)]
-    assert counts[0] == 1024
-    assert counts[150] == 32
-    assert counts[-1] == 1
-    assert counts == sorted(counts, reverse=True)
-    assert annealed_count(2, 0.5) == 1
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 70])
@@ -223,11 +265,38 @@ def test_statistics_tell_a_dead_batch_from_a_solved_one():
     assert (dead.violation, dead.empty) == (1, 1)
 
 
-def test_off_diagonal_and_hardest_skip_the_positive():
+def test_off_diagonal_skips_the_positive():
     scores = torch.tensor([[9.0, 1.0, 2.0], [3.0, 9.0, 4.0], [6.0, 5.0, 9.0]])
     assert off_diagonal(scores).tolist() == [[1.0, 2.0], [3.0, 4.0], [6.0, 5.0]]
-    assert hardest(scores, 1).flatten().tolist() == [2, 2, 0]
-    assert hardest(scores.T, 2).tolist() == [[2, 1], [2, 0], [1, 0]]
+
+
+def test_one_rank_has_its_own_nodes_and_copies_nothing():
+    parts = random_parts(5, 3, 8, seed=1)
+    nodes, segments = gather_nodes(parts, SINGLE)
+    assert nodes is parts.nodes
+    assert segments is parts.segments
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_rank_needs_no_device_sync(name, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a device sync")
+
+    for sync in ("nonzero", "item", "tolist", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, sync, refuse)
+    alignment_loss(random_parts_without_sync(), CONFIGS[name]).loss.backward()
+
+
+def random_parts_without_sync() -> Parts:
+    segments = Segments.from_lengths(torch.tensor([2, 1, 3, 1, 2]), total=9, longest=3)
+    return Parts(torch.randn(5, 4, 8).requires_grad_(), torch.randn(9, 8).requires_grad_(), segments)
+
+
+def test_blocks_of_images_give_the_same_loss(monkeypatch):
+    config = AlignmentConfig(negatives="k", k=3)
+    whole = alignment_loss(random_parts(11, 4, 8, seed=3), config).loss
+    monkeypatch.setattr("powerclip.alignment.negatives.BLOCK_ELEMENTS", 4 * 11)
+    torch.testing.assert_close(alignment_loss(random_parts(11, 4, 8, seed=3), config).loss, whole)
 
 
 def test_one_pair_alone_has_nothing_to_be_contrasted_with():
@@ -256,3 +325,69 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
 def test_settings_that_cannot_be_are_named(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         AlignmentConfig(**settings)
+
+
+# Two ranks of three pairs each against one process with all six. `listed`: pairs are chosen, also where the gradient of
+# all would cost less; hubs are shared out; and a device sync for the number of a rank's pairs is an error.
+ON_RANKS = """
+import sys
+import torch
+from torch import distributed as dist
+from alignment_examples import random_parts
+from powerclip.alignment import AlignmentConfig, Parts, alignment_loss, loss as module, score
+from powerclip.alignment.kernels import pairs
+from powerclip.alignment.ragged import Segments
+from powerclip.runtime.distributed import Ranks
+
+def refuse(*_, **__):
+    raise AssertionError("a device sync")
+
+rank, meeting, pairs_are = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+if pairs_are != "all":
+    score.PAIRS_AT_LEAST = score.SIMILARITIES_PER_PAIR = 0
+    pairs.PIECE = 2
+if pairs_are == "listed":
+    torch.Tensor.nonzero = refuse
+if pairs_are == "listed without absent ones":
+    module.MOST_LISTED = 0
+pairs.SMALLEST = 4  # what lies beyond an instance, the interpreter computes too
+for aggregation in ("nla", "exact"):
+    for settings in ({"negatives": "hardest"}, {"negatives": "semi_hard"}, {"negatives": "k", "k": 3}):
+        settings = {**settings, "aggregation": aggregation, "tau": 0.05}
+        whole = random_parts(6, 3, 16, seed=1, dtype=torch.float32)
+        loss = alignment_loss(whole, AlignmentConfig(**settings, backend="reference")).loss
+        expected = [loss.detach(), *torch.autograd.grad(loss, [whole.regions, whole.nodes])]
+        rows = slice(3 * rank, 3 * rank + 3)
+        lengths = whole.segments.lengths
+        nodes = slice(int(lengths[: rows.start].sum()), int(lengths[: rows.stop].sum()))
+        regions, own = (v.detach().clone().requires_grad_() for v in (whole.regions[rows], whole.nodes[nodes]))
+        ours = Parts(regions, own, Segments.from_lengths(lengths[rows]))
+        loss = alignment_loss(ours, AlignmentConfig(**settings, backend="triton"), ranks=Ranks(rank, 2)).loss
+        of_regions, of_nodes = torch.autograd.grad(loss, [regions, own])
+        dist.all_reduce(loss := loss.detach())
+        results = [loss / 2, of_regions / 2, of_nodes / 2]
+        for one, other in zip(results, [expected[0], expected[1][rows], expected[2][nodes]], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{settings}: {text}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("pairs_are", ["listed", "listed without absent ones", "all"])
+def test_kernels_on_two_ranks_give_the_loss_and_the_gradients_of_one_process(tmp_path, pairs_are):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ON_RANKS, str(rank), str(tmp_path / "meeting"), pairs_are],
+            cwd=Path(__file__).parent,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    complaints = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], complaints

@@ -1,5 +1,14 @@
-"""Fast paths of the powerset similarities: one file for each operator, its name shared by its test.
+"""Fast paths of the scores: one operator a file.
 
-The Triton ones are imported only where they run (`powerclip/alignment/backends.py` says where): importing this package
-does not import Triton.
+| file             | scores                        | gradient                           | runs on    |
+|------------------|-------------------------------|------------------------------------|------------|
+| `nla_all.py`     | NLA of all pairs              | its own kernel                     | NVIDIA GPU |
+| `nla_all_cpu.py` | NLA of all pairs              | closed form, recomputed in blocks  | CPU        |
+| `nla_pairs.py`   | NLA of chosen pairs           | with the forward                   | NVIDIA GPU |
+| `exact_all.py`   | exact, of all pairs           | none; recomputed by the formulas   | NVIDIA GPU |
+| `exact_pairs.py` | exact, of chosen pairs        | with the forward                   | NVIDIA GPU |
+| `split_halves.py`| (float32 as two float16)      | not needed                         | NVIDIA GPU |
+
+`pairs.py` and `powerset_sums.py` hold what several of them share. `powerclip/alignment/score.py` calls them. The Triton
+ones are imported only where they run: importing this package does not import Triton.
 """

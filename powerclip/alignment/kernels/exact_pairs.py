@@ -2,7 +2,7 @@
 
 R2T is the mean over sets of the best node's sum. Its gradient is known as soon as it is: for each set the regions in it
 count once for the node that won, and tied nodes share. T2R needs no sets: the best one holds all positive regions, or
-is the best region. `pairs.py` has what surrounds the kernel.
+is the best region. `pairs.py` has the launch and the backward.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.pairs import pair_tile, score_by
-from powerclip.alignment.kernels.settings import KernelSettings
+from powerclip.alignment.kernels.pairs import pair_tile, run_pair_kernel
 from powerclip.alignment.ragged import Segments
 
 TILE_SETS = 1024
@@ -35,7 +35,7 @@ def exact_pairs(
     # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
     arguments = (q, settings.t2r_unit, settings.r2t_unit / settings.sets)
     switches = {**settings.switches, "M": count, "TILE_S": min(2**count, TILE_SETS)}
-    return score_by(_exact_of_pairs, regions, nodes, segments, image, caption, arguments, switches)
+    return run_pair_kernel(_exact_of_pairs, regions, nodes, segments, image, caption, arguments, switches)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _exact_of_pairs(
     longest,
     count,
     width,
-    similarities,  # [n, K, M]: what the threads of a program tell each other
+    similarities,  # [n, K, M]: shared by the threads of a program
     t2r_unit,
     set_unit,  # of R2T, for each set
     EMPTY: tl.constexpr,
@@ -71,30 +71,30 @@ def _exact_of_pairs(
     first = tl.load(offsets + of_caption)
     length = tl.load(offsets + of_caption + 1) - first
     k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
-    node, here = k < length, (m < count)[None, :]
+    is_node, is_region = k < length, (m < count)[None, :]
     q = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D)
     score = 0.0
     gradient = tl.zeros((TILE_K, TILE_M), tl.float32)
     if T2R:
         each = t2r_unit / length.to(tl.float32)
-        highest = tl.max(tl.where(here, q, -float("inf")), 1)
-        first_ones = here & (q == highest[:, None])
-        of_highest = tl.where(first_ones, 1.0, 0.0) / tl.sum(tl.where(first_ones, 1.0, 0.0), 1)[:, None]
+        highest = tl.max(tl.where(is_region, q, -float("inf")), 1)
+        is_highest = is_region & (q == highest[:, None])
+        of_highest = tl.where(is_highest, 1.0, 0.0) / tl.sum(tl.where(is_highest, 1.0, 0.0), 1)[:, None]
         if SINGLE:
             best, slope = highest, of_highest
         else:
-            positive = here & (q > 0.0)
+            positive = is_region & (q > 0.0)
             best = tl.where(highest > 0.0, tl.sum(tl.where(positive, q, 0.0), 1), highest)
             slope = tl.where((highest > 0.0)[:, None], tl.where(positive, 1.0, 0.0), of_highest)
         if EMPTY:
             best = tl.maximum(best, 0.0)
             slope = tl.where((highest > 0.0)[:, None], slope, 0.0)
-        score += each * tl.sum(tl.where(node, best, 0.0), 0)
+        score += each * tl.sum(tl.where(is_node, best, 0.0), 0)
         gradient += each * slope
-    at = (pair * longest + k)[:, None] * count + m[None, :]
-    tl.store(of_q + at, gradient, mask=node[:, None] & here)
+    offset = (pair * longest + k)[:, None] * count + m[None, :]
+    tl.store(of_q + offset, gradient, mask=is_node[:, None] & is_region)
     if R2T:
-        tl.store(similarities + at, q, mask=node[:, None] & here)
+        tl.store(similarities + offset, q, mask=is_node[:, None] & is_region)
         tl.debug_barrier()  # each thread's sets need all similarities
         begin = pair * longest * M
         total = tl.zeros((TILE_S,), tl.float32)
@@ -111,9 +111,9 @@ def _exact_of_pairs(
                 won = _sums(similarities + begin + other * M, sets, M, TILE_S) == best_sum
                 share = tl.where(won, set_unit / tied, 0.0)
                 for region in tl.static_range(M):
-                    mine = tl.sum(tl.where((sets >> region) & 1 == 1, share, 0.0), 0)
-                    # Only this program adds here, one tile of sets after the other: the order is always the same.
-                    tl.atomic_add(of_q + begin + other * M + region, mine)
+                    gradient_of_region = tl.sum(tl.where((sets >> region) & 1 == 1, share, 0.0), 0)
+                    # Only this program adds to these, one tile of sets after the other: the order is always the same.
+                    tl.atomic_add(of_q + begin + other * M + region, gradient_of_region)
         score += set_unit * tl.sum(total, 0)
     tl.store(scores + pair, score)
 

@@ -1,7 +1,7 @@
 """NLA scores of chosen pairs with their gradient, in Triton.
 
-A pair is K nodes by M regions: its similarities never leave the program that computes them. `nla_recompute.py` has the
-formulas, `pairs.py` what surrounds the kernel.
+A pair is K nodes by M regions: its similarities never leave the program that computes them. `powerset_sums.py` has the
+formulas, `pairs.py` the launch and the backward.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -15,11 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.nla_gradient import best_set, set_weight, weight_unit
-from powerclip.alignment.kernels.nla_score import LN2, exp, log_powerset, powerset_product
-from powerclip.alignment.kernels.pairs import pair_tile, score_by
-from powerclip.alignment.kernels.settings import KernelSettings
+from powerclip.alignment.kernels.pairs import pair_tile, run_pair_kernel
+from powerclip.alignment.kernels.powerset_sums import (
+    LN2,
+    best_set,
+    exp,
+    log_powerset,
+    powerset_product,
+    set_weight,
+    weight_unit,
+)
 from powerclip.alignment.ragged import Segments
 
 
@@ -29,7 +36,7 @@ def nla_pairs(
     """S̄ [n] of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]; 0 for image −1."""
     settings = KernelSettings.of(config, regions.shape[1])
     switches = {**settings.switches, "FAST": regions.is_cuda}
-    return score_by(_nla_of_pairs, regions, nodes, segments, image, caption, settings.numbers, switches)
+    return run_pair_kernel(_nla_of_pairs, regions, nodes, segments, image, caption, settings.numbers, switches)
 
 
 @triton.jit
@@ -67,40 +74,40 @@ def _nla_of_pairs(
     first = tl.load(offsets + of_caption)
     length = tl.load(offsets + of_caption + 1) - first
     k, m = tl.arange(0, TILE_K), tl.arange(0, TILE_M)
-    node, here = k < length, (m < count)[None, :]
+    is_node, is_region = k < length, (m < count)[None, :]
     x = pair_tile(regions, nodes, of_image, first, length, count, width, TILE_K, TILE_M, TILE_D) * (1 / tau)
 
-    plain = tl.sum(tl.where(here, x, 0.0), 1)
-    positive = tl.sum(tl.where(here, tl.maximum(x, 0.0), 0.0), 1)
-    highest = tl.max(tl.where(here, x, -float("inf")), 1)
+    plain = tl.sum(tl.where(is_region, x, 0.0), 1)
+    positive = tl.sum(tl.where(is_region, tl.maximum(x, 0.0), 0.0), 1)
+    highest = tl.max(tl.where(is_region, x, -float("inf")), 1)
     base = tl.zeros((TILE_K,), tl.float32) if EMPTY else tl.minimum(highest, 0.0)
-    away = tl.where(here, x, -1e30)  # what is no region is so far below zero that it does not count
+    away = tl.where(is_region, x, -1e30)  # padding lies so far below zero that it does not count
     unit = tl.full((TILE_K,), 1.0, tl.float32) if EMPTY else exp(base, FAST)
     product = powerset_product(away * (1.0 / LN2), base[:, None] * (1.0 / LN2), unit[:, None], FAST)
     soft = log_powerset(positive, product, highest, base, EMPTY)
     shared = weight_unit(soft, product, highest, unit, EMPTY, FAST)
     weight = set_weight(away, base[:, None], unit[:, None], shared[:, None], FAST)
-    nodes_here = length.to(tl.float32)
+    node_count = length.to(tl.float32)
     score = 0.0
     gradient = tl.zeros((TILE_K, TILE_M), tl.float32)
     if T2R:
-        each = t2r_unit / nodes_here
-        score += tau * each * tl.sum(tl.where(node, best_set(soft, highest, EMPTY, SINGLE), 0.0), 0)
+        each = t2r_unit / node_count
+        score += tau * each * tl.sum(tl.where(is_node, best_set(soft, highest, EMPTY, SINGLE), 0.0), 0)
         if SINGLE:
-            chosen = here & (x == highest[:, None])
+            is_best = is_region & (x == highest[:, None])
             if EMPTY:
-                chosen = chosen & (highest > 0.0)[:, None]
-            tied = tl.sum(tl.where(here & (x == highest[:, None]), 1.0, 0.0), 1)
-            gradient += tl.where(chosen, each / tied[:, None], 0.0)
+                is_best = is_best & (highest > 0.0)[:, None]
+            tied = tl.sum(tl.where(is_region & (x == highest[:, None]), 1.0, 0.0), 1)
+            gradient += tl.where(is_best, each / tied[:, None], 0.0)
         else:
             gradient += each * weight
     if R2T:
-        inner = tl.where(node, mean_weight * plain + alpha * (soft - log_sets), -float("inf"))
+        inner = tl.where(is_node, mean_weight * plain + alpha * (soft - log_sets), -float("inf"))
         outer = tl.max(inner, 0)
         outer += tl.log(tl.sum(exp(inner - outer, FAST), 0))
-        score += tau * r2t_unit * (outer - (1.0 - alpha) * tl.log(nodes_here))
+        score += tau * r2t_unit * (outer - (1.0 - alpha) * tl.log(node_count))
         share = r2t_unit * exp(inner - outer, FAST)
         gradient += share[:, None] * (alpha * weight + mean_weight)
     tl.store(scores + pair, score)
-    at = (pair * longest + k)[:, None] * count + m[None, :]
-    tl.store(of_q + at, gradient, mask=node[:, None] & here)
+    offset = (pair * longest + k)[:, None] * count + m[None, :]
+    tl.store(of_q + offset, gradient, mask=is_node[:, None] & is_region)

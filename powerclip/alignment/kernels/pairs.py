@@ -1,12 +1,12 @@
-"""What the kernels for chosen pairs, image with caption, have in common, in Triton.
+"""What the kernels for chosen pairs, image with caption, share: the launch and the backward, in Triton.
 
 Gathering the nodes of every chosen caption would copy them once for each pair, and summing their gradients back would
-sort a million rows. Here a program owns a pair, reads what it needs where it lies, and finds the score together with
-the gradient of the pair's similarities; the backward only scales. There a program owns an image, or a caption, and goes
-through the first pairs that it is in. Few are in many: a hub may be the hardest negative of hundreds. Its further pairs
-go to programs of their own, PIECE to each, and a second pass adds what those have found: always the same numbers in the
-same order. Most captions of other ranks are in no pair at all: their programs end at once, and do several tiles of the
-width, so that there are few of them.
+sort a million rows. Instead a program owns a pair, reads its inputs in place, and computes the score together with the
+gradient of the pair's similarities; the backward only scales that. In the backward a program owns an image, or a
+caption, and sums over the first PIECE pairs that contain it. Few are in many pairs: a hub may be the hardest negative
+of hundreds. Its further pairs go to programs of their own, PIECE to each, and a second pass adds their sums: always the
+same numbers in the same order. Most captions of other ranks are in no pair at all: their programs end at once, and do
+several tiles of the width, so that there are few of them.
 
 Axes: n chosen pairs · T nodes of all captions · K nodes of the longest one · B images · M regions · D width
 """
@@ -30,7 +30,7 @@ from powerclip.alignment.ragged import Segments
 
 TILE_WIDTH = 64
 SMALLEST = 16  # side of a matrix that tensor cores multiply
-# Most pairs of one program of the backward. What further pieces have found takes n/PIECE times M·D, or K·D, numbers: at
+# Most pairs of one program of the backward. The sums of further pieces are n/PIECE times M·D, or K·D, numbers: at
 # a width of 512 about as many as q, n times K·M.
 PIECE = 32
 TOGETHER = 32  # rows of several pairs that one product sums over
@@ -38,7 +38,7 @@ STAGES = 1  # a program that reads ahead needs all registers, and few such progr
 OWNERS = 1024  # a program does one tile of the width for every so many owners
 
 
-def score_by(
+def run_pair_kernel(
     kernel: Any,
     regions: Tensor,
     nodes: Tensor,
@@ -48,10 +48,11 @@ def score_by(
     arguments: Sequence[Any],
     switches: Mapping[str, Any],
 ) -> Tensor:
-    """What a kernel makes of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D]: [n].
+    """Scores [n] by a kernel of images `image[i]`, regions [B, M, D], with captions `caption[i]`, nodes [T, D].
 
     Where `image[i]` is −1 there is no pair: the score is zero, sends no gradient, and next to no time is spent. So a
-    list can be as long as it may become, and the GPU need not be asked. `arguments` and `switches` are the kernel's.
+    list can have its largest possible length, without a device sync for the number of its pairs. `arguments` and
+    `switches` are the kernel's.
     """
     offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
     return _PairScores.apply(
@@ -111,12 +112,12 @@ def pair_gradients(
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the two that a pair is made of: images with their regions, or captions with their nodes."""
+    """One of the two sides of the pairs: images with their regions, or captions with their nodes."""
 
-    owner: Tensor  # [n] who it is; −1 where there is no pair
+    owner: Tensor  # [n] the image or the caption; −1 where there is no pair
     offsets: Tensor  # [owners + 1] where an owner's vectors begin
     longest: int  # most vectors of an owner: M or K
-    stride: int  # between its vectors in q
+    stride: int  # between an owner's vectors in q
 
 
 def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows: int) -> Tensor:
@@ -126,7 +127,7 @@ def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows
     chunks = triton.cdiv(width, TILE_WIDTH)
     sweep = max(1, min(chunks, owners // OWNERS))
     # The sums of further pieces lie behind the gradient.
-    found = torch.zeros(rows + len(extra) * side.longest, width, device=vectors.device)
+    sums = torch.zeros(rows + len(extra) * side.longest, width, device=vectors.device)
     depth = triton.next_power_of_2(other.longest)
     _piece_sums[(owners + len(extra), triton.cdiv(chunks, sweep))](
         of_q,
@@ -138,7 +139,7 @@ def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows
         starts,
         further,
         extra,
-        found,
+        sums,
         owners,
         rows,
         width,
@@ -156,8 +157,8 @@ def _sum_products(of_q: Tensor, side: _Side, other: _Side, vectors: Tensor, rows
     )
     if len(extra):
         sizes = {"TILE_A": tile(side.longest), "TILE_D": TILE_WIDTH}
-        _add_pieces[(owners, chunks)](side.offsets, further, found, rows, width, side.longest, **sizes)
-    return found[:rows]
+        _add_pieces[(owners, chunks)](side.offsets, further, sums, rows, width, side.longest, **sizes)
+    return sums[:rows]
 
 
 def _pieces(owner: Tensor, owners: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -189,17 +190,17 @@ def pair_tile(
     TILE_D: tl.constexpr,
 ):
     """Similarities [K, M] of an image's regions with `length` nodes from `first` on; zero beyond."""
-    k, m, place = tl.arange(0, TILE_K), tl.arange(0, TILE_M), tl.arange(0, TILE_D)
+    k, m, column = tl.arange(0, TILE_K), tl.arange(0, TILE_M), tl.arange(0, TILE_D)
     total = tl.zeros((TILE_K, TILE_M), tl.float32)
     for start in range(0, width, TILE_D):
-        inside = start + place < width
+        inside = start + column < width
         left = tl.load(
-            nodes + (first + k)[:, None] * width + (start + place)[None, :],
+            nodes + (first + k)[:, None] * width + (start + column)[None, :],
             mask=(k < length)[:, None] & inside[None, :],
             other=0.0,
         )
         right = tl.load(
-            regions + (image * count + m)[None, :] * width + (start + place)[:, None],
+            regions + (image * count + m)[None, :] * width + (start + column)[:, None],
             mask=(m < count)[None, :] & inside[:, None],
             other=0.0,
         )
@@ -218,7 +219,7 @@ def _piece_sums(
     starts,  # [owners + 1] where an owner's begin
     further,  # [owners + 1] the number of its first further piece
     extra,  # [n / PIECE] the owner of a further piece
-    found,  # [rows + n / PIECE · longest, D]
+    sums,  # [rows + n / PIECE · longest, D]
     owners,
     rows,
     width,
@@ -250,11 +251,11 @@ def _piece_sums(
         return
 
     a = tl.arange(0, TILE_A)
-    # Several pairs at a time: reading takes longer than multiplying, and so they wait together.
+    # Several pairs at a time: reading takes longer than multiplying, and so their reads overlap.
     nth, b = tl.arange(0, TOGETHER) // TILE_B, tl.arange(0, TOGETHER) % TILE_B
     for tile in range(SWEEP):
-        place = (tl.program_id(1) * SWEEP + tile) * TILE_D + tl.arange(0, TILE_D)
-        inside = place < width
+        column = (tl.program_id(1) * SWEEP + tile) * TILE_D + tl.arange(0, TILE_D)
+        inside = column < width
         total = tl.zeros((TILE_A, TILE_D), tl.float32)
         for at in range(begin, end, TOGETHER // TILE_B):
             listed = at + nth < end
@@ -268,18 +269,20 @@ def _piece_sums(
                 other=0.0,
             )
             vector = tl.load(
-                vectors + (first + b)[:, None] * width + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
+                vectors + (first + b)[:, None] * width + column[None, :],
+                mask=real[:, None] & inside[None, :],
+                other=0.0,
             )
             total = tl.dot(slope, vector, total, input_precision="tf32x3")
-        where = (target + a)[:, None] * width + place[None, :]
-        tl.store(found + where, total, mask=(a < length)[:, None] & inside[None, :])
+        offset = (target + a)[:, None] * width + column[None, :]
+        tl.store(sums + offset, total, mask=(a < length)[:, None] & inside[None, :])
 
 
 @triton.jit
 def _add_pieces(
     offsets,  # [owners + 1]
     further,  # [owners + 1]
-    found,  # [rows + n / PIECE · longest, D]
+    sums,  # [rows + n / PIECE · longest, D]
     rows,
     width,
     longest,
@@ -291,12 +294,12 @@ def _add_pieces(
     if begin == end:
         return
     first = tl.load(offsets + owner)
-    place = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
+    column = tl.program_id(1) * TILE_D + tl.arange(0, TILE_D)
     a = tl.arange(0, TILE_A)
-    there = (a < tl.load(offsets + owner + 1) - first)[:, None] & (place < width)[None, :]
-    where = found + (first + a)[:, None] * width + place[None, :]
-    total = tl.load(where, mask=there, other=0.0)
+    valid = (a < tl.load(offsets + owner + 1) - first)[:, None] & (column < width)[None, :]
+    address = sums + (first + a)[:, None] * width + column[None, :]
+    total = tl.load(address, mask=valid, other=0.0)
     for piece in range(begin, end):
         target = rows + piece * longest
-        total += tl.load(found + (target + a)[:, None] * width + place[None, :], mask=there, other=0.0)
-    tl.store(where, total, mask=there)
+        total += tl.load(sums + (target + a)[:, None] * width + column[None, :], mask=valid, other=0.0)
+    tl.store(address, total, mask=valid)

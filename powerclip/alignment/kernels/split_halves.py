@@ -1,4 +1,4 @@
-"""The two float16 halves of float32 numbers (see `split.py`) in one pass, in Triton.
+"""The two float16 halves of float32 numbers (see `matmul.py`) in one pass, in Triton.
 
 Axes: R rows · D width · … anything
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 TILE_ELEMENTS, WARPS = 2048, 4  # 16 numbers for each thread
 
 
-def write_halves(values: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None) -> None:
-    """Write the rounded float32 values […, D] to `high`, what that lost to `low`, and `high` once more to `again`.
+def write_halves(values: Tensor, high: Tensor, low: Tensor, high_copy: Tensor | None = None) -> None:
+    """Write the rounded float32 values […, D] to `high`, what that lost to `low`, and `high` once more to `high_copy`.
 
     Those are float16 […, D], each a contiguous tensor or the same slice of the rows of one.
     """
@@ -30,11 +30,11 @@ def write_halves(values: Tensor, high: Tensor, low: Tensor, again: Tensor | None
         values,
         high,
         low,
-        high if again is None else again,
+        high if high_copy is None else high_copy,
         rows,
         width,
         high.stride(-2),
-        AGAIN=again is not None,
+        COPY=high_copy is not None,
         TILE_R=tile_rows,
         TILE_D=tile_width,
         num_warps=WARPS,
@@ -46,21 +46,21 @@ def _write_halves(
     values,  # [R, D] float32
     high,  # [R, D] float16, its rows `stride` apart, as those of the next two
     low,
-    again,
+    high_copy,
     rows,
     width,
     stride,
-    AGAIN: tl.constexpr,
+    COPY: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)[:, None]
-    place = tl.arange(0, TILE_D)[None, :]
-    there = (row < rows) & (place < width)
-    value = tl.load(values + row * width + place, mask=there, other=0.0)
+    column = tl.arange(0, TILE_D)[None, :]
+    valid = (row < rows) & (column < width)
+    value = tl.load(values + row * width + column, mask=valid, other=0.0)
     rounded = value.to(tl.float16)
-    at = row * stride + place
-    tl.store(high + at, rounded, mask=there)
-    if AGAIN:
-        tl.store(again + at, rounded, mask=there)
-    tl.store(low + at, (value - rounded.to(tl.float32)).to(tl.float16), mask=there)
+    offset = row * stride + column
+    tl.store(high + offset, rounded, mask=valid)
+    if COPY:
+        tl.store(high_copy + offset, rounded, mask=valid)
+    tl.store(low + offset, (value - rounded.to(tl.float32)).to(tl.float16), mask=valid)

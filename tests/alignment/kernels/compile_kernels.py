@@ -11,47 +11,31 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from powerclip.alignment.kernels import (
-    exact_pairs,
-    exact_r2t,
-    nla_gradient,
-    nla_pairs,
-    nla_score,
-    pairs,
-    split_halves,
-)
+from powerclip.alignment.kernels import exact_all, exact_pairs, nla_all, nla_pairs, pairs, split_halves
 
 WHOLE = "*i64", "offsets other_offsets image caption other order starts further extra"
-SINGLE = "*fp32", "regions nodes scores of_q similarities q scale given found vectors best inner values"
-HALF = "*fp16", "sent high low again"
-FRACTION = "fp32", "tau t2r_unit r2t_unit mean_weight alpha log_sets set_unit t2r_scale r2t_scale bits log_weight"
+SINGLE = "*fp32", "regions nodes scores of_scores of_q similarities q scale sums vectors values"
+HALF = "*fp16", "high low high_copy"
+FRACTION = "fp32", "tau t2r_unit r2t_unit mean_weight alpha log_sets set_unit t2r_scale r2t_scale"
 TYPES = {name: kind for kind, names in (WHOLE, SINGLE, HALF, FRACTION) for name in names.split()}
 
 SETTINGS = {"EMPTY": False, "SINGLE": True, "T2R": True, "R2T": True}
 PAIR = {**SETTINGS, "TILE_K": 32, "TILE_M": 16, "TILE_D": 64}
-DENSE = {**SETTINGS, "M": 10, "IMAGES": 256, "STRIDE": 512, "FAST": True, "TILE_B": nla_gradient.TILE_IMAGES}
-FUSED = {
-    "TILE_T": nla_score.TILE_NODES,
-    "TILE_B": nla_score.TILE_IMAGES,
-    "TILE_D": nla_score.TILE_WIDTH,
-    "num_warps": nla_score.WARPS,
-    "num_stages": nla_score.STAGES,
-}
+DENSE = {**SETTINGS, "M": 10, "IMAGES": 256, "STRIDE": 512, "FAST": True, "TILE_B": nla_all.TILE_IMAGES}
+SMALL = {**DENSE, "IMAGES": 32, "STRIDE": 32, "TILE_B": nla_all.SMALL_TILE_IMAGES, "num_warps": 1}
 SUM = {"TILE_A": 32, "TILE_B": 16, "TILE_D": 64, "TOGETHER": pairs.TOGETHER, "PIECE": pairs.PIECE}
-HALVES = {"regions": "*fp16", "nodes": "*fp16"}
+HALVES = {"of_q": "*fp16"}
 KERNELS = [
+    (exact_all._exact_scores, {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True}, {}),
     (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": exact_pairs.TILE_SETS}, {}),
     (exact_pairs._exact_of_pairs, {**PAIR, "M": 14, "TILE_S": exact_pairs.TILE_SETS}, {}),  # 16 tiles of sets
-    (exact_r2t._exact_scores, {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True}, {}),
-    (nla_gradient._scores, DENSE, {}),
-    (nla_gradient._similarity_gradients, DENSE, {}),
+    (nla_all._scores, DENSE, {}),
+    (nla_all._scores, SMALL, {}),
+    (nla_all._similarity_gradients, DENSE, HALVES),
     (nla_pairs._nla_of_pairs, {**PAIR, "FAST": True}, {}),
-    (nla_score._caption_scores, {**SETTINGS, "TILE_B": nla_score.REDUCE_IMAGES}, {}),
-    (nla_score._node_sums, {**SETTINGS, "M": 16, "FAST": True, **FUSED}, HALVES),
-    (nla_score._node_sums, {**SETTINGS, "M": 10, "FAST": True, **FUSED, "TILE_T": nla_score.LARGE_TILE_NODES}, HALVES),
     (pairs._add_pieces, SUM, {}),
     (pairs._piece_sums, {**SUM, "SWEEP": 8, "num_stages": pairs.STAGES}, {}),
-    (split_halves._write_halves, {"AGAIN": True, "TILE_R": 4, "TILE_D": 512}, {}),
+    (split_halves._write_halves, {"COPY": True, "TILE_R": 4, "TILE_D": 512}, {}),
 ]
 
 
@@ -62,10 +46,10 @@ def compile_for(capability: int) -> None:
         options = {name: settings[name] for name in ("num_warps", "num_stages") if name in settings}
         kinds = {**TYPES, **types, **dict.fromkeys(constants, "constexpr")}
         signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        print(kernel.__module__.split(".")[-1], kernel.__name__, len(made.asm["cubin"]), flush=True)
+        positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=positions)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        print(kernel.__module__.split(".")[-1], kernel.__name__, len(compiled.asm["cubin"]), flush=True)
 
 
 if __name__ == "__main__":

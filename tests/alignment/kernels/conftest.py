@@ -13,10 +13,7 @@ if not torch.cuda.is_available():
 def small_tiles(monkeypatch):
     """In the interpreter: tiles of which even small instances fill several.
 
-    It reduces a tile number by number, also what lies beyond the instance; tiles for a GPU would be little else.
+    It computes a tile number by number, also what lies beyond the instance; tiles for a GPU would be little else.
     """
-    if torch.cuda.is_available():
-        return
-    for name, value in (("TILE_NODES", 8), ("LARGE_TILE_NODES", 8), ("TILE_IMAGES", 4), ("REDUCE_IMAGES", 4)):
-        monkeypatch.setattr(f"powerclip.alignment.kernels.nla_score.{name}", value)
-    monkeypatch.setattr("powerclip.alignment.kernels.pairs.SMALLEST", 4)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("powerclip.alignment.kernels.pairs.SMALLEST", 4)

@@ -79,6 +79,17 @@ CONFIGS = {
 }
 
 
+TIED = {"all equal", "zero"}  # which of several best regions gets the gradient is anyone's choice
+
+
+def gradients(score, one: Instance, config: AlignmentConfig, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The scores of `score(regions, nodes, segments, config)`, and its gradients for a random weighting of them."""
+    regions, nodes = one.regions.to(dtype).requires_grad_(), one.nodes.to(dtype).requires_grad_()
+    scores = score(regions, nodes, one.segments, config)
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return [scores.detach(), *torch.autograd.grad((scores * weights.to(scores)).sum(), [regions, nodes])]
+
+
 def reference(instance: Instance, config: AlignmentConfig) -> torch.Tensor:
     """The scores [B, S] in float64 by the plain formulas."""
     plain = AlignmentConfig(**{**vars(config), "backend": "reference"})

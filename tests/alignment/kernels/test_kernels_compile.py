@@ -9,6 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "powerclip" / "alignment" / "kernels"
+FUNCTIONS = {"powerset_sums"}  # no kernels of their own: compiled with those that call them
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -21,4 +22,4 @@ def test_kernels_compile_for_gpus(capability, tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert all(int(size) > 0 for _, _, size in lines)
     with_kernels = {path.stem for path in KERNELS.glob("*.py") if "@triton.jit" in path.read_text()}
-    assert {module for module, _, _ in lines} == with_kernels
+    assert {module for module, _, _ in lines} == with_kernels - FUNCTIONS

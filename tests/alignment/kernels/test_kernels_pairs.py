@@ -151,12 +151,12 @@ def test_approximate_scores_at_the_papers_temperature(name, preset):
 def test_more_sets_than_one_tile_holds(monkeypatch, regions, tile, tiles, empty_set):
     used = []
 
-    def score_by(*arguments):
+    def run_pair_kernel(*arguments):
         used.append(2**regions // arguments[-1]["TILE_S"])
-        return module.score_by(*arguments)
+        return module.run_pair_kernel(*arguments)
 
     monkeypatch.setattr(exact_pairs, "TILE_SETS", tile)
-    monkeypatch.setattr(exact_pairs, "score_by", score_by)
+    monkeypatch.setattr(exact_pairs, "run_pair_kernel", run_pair_kernel)
     one = instance([3, 6, 1], 4, regions)
     assert_plain_scores(one, *chosen(one, 5), aggregation="exact", t2r=False, similarity="sum", empty_set=empty_set)
     assert used == [tiles]

@@ -1,5 +1,7 @@
 """Exact scores of all pairs, forward only, in Triton: R2T over all 2^M sets of regions, T2R by its closed form.
 
+Where all pairs are differentiated, `score.py` recomputes their gradient by the plain formulas.
+
 A thread owns one image and one caption. It keeps the best node's similarity for 2^7 sets at a time in registers. The
 sums of a node over the sets of five regions come from doubling, (s) → (s, s + q_m); with the four sets of two further
 regions added they meet the best ones so far. A set costs little more than one addition and one maximum for each node,
@@ -21,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels.settings import KernelSettings
 from powerclip.alignment.matmul import similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.recompute import whole_tiles
@@ -36,7 +38,7 @@ LARGEST_SUM = 2.0**28  # of whole numbers: four of them do not leave 32 bits
 BLOCK_ELEMENTS = 2**27
 
 
-def exact_score(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
+def exact_all(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     """Q̄ [B, S] in float32 of every image's regions [B, M, D] with every caption's nodes [T, D], M ≤ 16."""
     count = regions.shape[1]
     if count > MOST_ENUMERATED:
@@ -104,29 +106,29 @@ def _exact_scores(
         images = IMAGES
     caption = tl.program_id(0).to(tl.int64)
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
-    there = image < images
+    valid = image < images
     first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
 
     score = tl.zeros((TILE_B,), tl.float32)
     if T2R:
         mean = tl.zeros((TILE_B,), tl.float32)
         for node in range(first, end):
-            mean += _best_set(q + node * M * images + image, images, there, M, EMPTY, SINGLE, TILE_B)
+            mean += _best_set(q + node * M * images + image, images, valid, M, EMPTY, SINGLE, TILE_B)
         score += t2r_scale * mean / (end - first).to(tl.float32)
     if R2T:
         one_unit = tl.load(scale)
         total = tl.zeros((TILE_B,), tl.float32)
         for high in range(1 << (M - LOW - MIDDLE)):
             # The first node is taken out of the loop so that the maxima start in the layout of the sums.
-            at = q + first * M * images + image
-            sums = _set_sums(at, images, there, one_unit, high, M, LOW, MIDDLE, TILE_B)
-            one, two = _middle(at, images, there, one_unit, LOW, MIDDLE, TILE_B)
+            row = q + first * M * images + image
+            sums = _set_sums(row, images, valid, one_unit, high, M, LOW, MIDDLE, TILE_B)
+            one, two = _middle(row, images, valid, one_unit, LOW, MIDDLE, TILE_B)
             best, best_one, best_two, best_both = sums, sums + one, sums + two, sums + (one + two)
             for node in range(first + 1, end):
-                at = q + node * M * images + image
-                sums = _set_sums(at, images, there, one_unit, high, M, LOW, MIDDLE, TILE_B)
+                row = q + node * M * images + image
+                sums = _set_sums(row, images, valid, one_unit, high, M, LOW, MIDDLE, TILE_B)
                 best = tl.maximum(best, sums)
-                one, two = _middle(at, images, there, one_unit, LOW, MIDDLE, TILE_B)
+                one, two = _middle(row, images, valid, one_unit, LOW, MIDDLE, TILE_B)
                 if MIDDLE >= 1:
                     best_one = _larger(sums, one, best_one, FUSED)
                 if MIDDLE == 2:
@@ -141,16 +143,16 @@ def _exact_scores(
                 sum_of_best = tl.sum(sum_of_best, 1)
             total += sum_of_best
         score += r2t_scale * total / one_unit
-    tl.store(scores + caption * images + image, score, mask=there)
+    tl.store(scores + caption * images + image, score, mask=valid)
 
 
 @triton.jit
-def _best_set(q, stride, there, M: tl.constexpr, EMPTY: tl.constexpr, SINGLE: tl.constexpr, TILE_B: tl.constexpr):
+def _best_set(q, stride, valid, M: tl.constexpr, EMPTY: tl.constexpr, SINGLE: tl.constexpr, TILE_B: tl.constexpr):
     """The best set's similarity [B] of one node: all positive regions or, without ∅, at least the highest one."""
     positive = tl.zeros((TILE_B,), tl.float32)
     highest = tl.full((TILE_B,), -float("inf"), tl.float32)
     for region in tl.static_range(M):
-        value = tl.load(q + region * stride, mask=there, other=0.0)
+        value = tl.load(q + region * stride, mask=valid, other=0.0)
         positive += tl.maximum(value, 0.0)
         highest = tl.maximum(highest, value)
     if SINGLE:
@@ -160,15 +162,15 @@ def _best_set(q, stride, there, M: tl.constexpr, EMPTY: tl.constexpr, SINGLE: tl
 
 @triton.jit
 def _set_sums(
-    q, stride, there, unit, high, M: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr
+    q, stride, valid, unit, high, M: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr
 ):
     """Similarities [B, 2, …, 2] of one node with the sets of the first LOW regions, each joined with the set `high`."""
     sums = tl.zeros((TILE_B,), tl.int32)
     for region in tl.static_range(LOW + MIDDLE, M):
-        value = _whole(q + region * stride, there, unit)
+        value = _whole(q + region * stride, valid, unit)
         sums += tl.where((high >> (region - LOW - MIDDLE)) & 1 == 1, value, 0)
     for region in tl.static_range(LOW):
-        value = _whole(q + region * stride, there, unit)
+        value = _whole(q + region * stride, valid, unit)
         for _ in tl.static_range(region):
             value = tl.expand_dims(value, 1)
         # A new axis for each region, never flattened: its two halves lie in one thread's registers and stay there.
@@ -177,14 +179,14 @@ def _set_sums(
 
 
 @triton.jit
-def _middle(q, stride, there, unit, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr):
+def _middle(q, stride, valid, unit, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr):
     """Similarities of one node with the one or two regions after the first LOW, as [B, 1, …, 1]; zero where none is."""
     one = tl.zeros((TILE_B,), tl.int32)
     two = tl.zeros((TILE_B,), tl.int32)
     if MIDDLE >= 1:
-        one = _whole(q + LOW * stride, there, unit)
+        one = _whole(q + LOW * stride, valid, unit)
     if MIDDLE == 2:
-        two = _whole(q + (LOW + 1) * stride, there, unit)
+        two = _whole(q + (LOW + 1) * stride, valid, unit)
     for _ in tl.static_range(LOW):
         one = tl.expand_dims(one, 1)
         two = tl.expand_dims(two, 1)
@@ -207,6 +209,6 @@ def _larger(sums, value, best, FUSED: tl.constexpr):
 
 
 @triton.jit
-def _whole(q, there, unit):
+def _whole(q, valid, unit):
     """Similarities [B] as whole numbers."""
-    return (tl.load(q, mask=there, other=0.0) * unit).to(tl.int32)
+    return (tl.load(q, mask=valid, other=0.0) * unit).to(tl.int32)

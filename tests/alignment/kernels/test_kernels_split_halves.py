@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_examples import DEVICE, instance
 
-from powerclip.alignment import matmul as split
+from powerclip.alignment import matmul as module
 from powerclip.alignment.matmul import halves, split_pair
 
 
@@ -22,9 +22,10 @@ def test_the_product_of_the_halves_is_that_of_the_whole(size):
         assert ((a[:, :128].double() @ b[:, :128].double().T) - expected).abs().max() > 10 * error
 
 
-def test_bf16_stays_as_it_is():
-    left, right = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)
-    assert split_pair(left, right) == (left, right)
+def test_bf16_factors_are_split_without_loss():
+    left, right = (torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    a, b = split_pair(left, right)
+    assert torch.equal(a.double() @ b.double().T, left.double() @ right.double().T)
 
 
 @pytest.mark.parametrize("shape", [(7, 20), (3, 5, 33), (5, 512), (1, 3000)])
@@ -34,9 +35,9 @@ def test_the_kernel_gives_the_bits_of_the_plain_split(monkeypatch, shape):
     sizes = 10 ** (13 * torch.rand(2, *shape, generator=generator) - 8.5)
     left, right = (sizes * (2 * torch.rand(2, *shape, generator=generator) - 1)).to(DEVICE)
     left, right = left.expand(2, *shape), right.transpose(0, -1)  # not contiguous
-    assert split._has_kernel(left)
+    assert module._has_kernel(left)
     ours = [*split_pair(left, right), *halves(left), *halves(right)]
-    monkeypatch.setattr(split, "_has_kernel", lambda values: False)
+    monkeypatch.setattr(module, "_has_kernel", lambda values: False)
     for one, other in zip(ours, [*split_pair(left, right), *halves(left), *halves(right)], strict=True):
         assert one.dtype == torch.float16
         assert one.shape == other.shape
