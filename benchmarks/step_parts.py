@@ -23,7 +23,6 @@ from measure import RESULTS, markdown, origin, run, write_result
 from step import TINY, make_batch
 
 from powerclip.data.batch import Batch
-from powerclip.train.accumulate import encode, plan_step
 from powerclip.train.guard import mark_loss, step_if_finite
 from powerclip.train.loop import train_step
 from powerclip.train.parallel import clip_gradients
@@ -63,7 +62,7 @@ def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float
     state = start(recipe)
     for _ in range(4):
         train_step(state, batch.to(state.device), recipe)
-    rounds = [timed_parts(state, batch, recipe) for _ in range(repeats)]
+    rounds = [timed_parts(state, batch) for _ in range(repeats)]
     found = {name: statistics.median(times[name] for times in rounds) for name in PARTS}
     here = batch.to(state.device)
     wait = waiter(state)
@@ -77,7 +76,7 @@ def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float
     return found
 
 
-def timed_parts(state: TrainState, batch: Batch, recipe: Recipe) -> dict[str, float]:
+def timed_parts(state: TrainState, batch: Batch) -> dict[str, float]:
     wait, times = waiter(state), {}
 
     def timed(name: str, action: Callable[[], Any]) -> Any:
@@ -90,8 +89,8 @@ def timed_parts(state: TrainState, batch: Batch, recipe: Recipe) -> dict[str, fl
 
     here = timed("copy", lambda: batch.to(state.device, non_blocking=True))
     state.optimizer.zero_grad(set_to_none=True)
-    plan = plan_step(state, here.images, recipe.train.seed)
-    features = timed("towers", lambda: encode(state.towers, here.images, here.token_groups, plan))
+    plan = state.unwrapped_towers.plan(here.images)
+    features = timed("towers", lambda: state.towers(here.images, here.token_groups, plan))
     terms = timed("loss", lambda: state.objective.loss(features, here))
     timed("backward", lambda: mark_loss(terms.total).backward())
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]

@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 from powerclip.encoders.dual import DualEncoder
-from powerclip.encoders.features import Features
+from powerclip.encoders.features import Features, ImageFeatures
 from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection
 from powerclip.encoders.text import trim
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DualEncoder",
     "Features",
+    "ImageFeatures",
     "PatchContext",
     "PatchSelector",
     "RandomPatches",

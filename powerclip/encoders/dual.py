@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powerclip.encoders.features import Features
+from powerclip.encoders.features import Features, ImageFeatures
 from powerclip.encoders.projection import project
 from powerclip.encoders.selector import PatchSelector
 from powerclip.encoders.text import check_text_tower, text_tower, walk_text
@@ -80,30 +80,32 @@ class DualEncoder(nn.Module):
         Without a selector, a model configured with patch dropout drops patches at random while it trains.
         """
         of_images = self.image_features(images, selector, dense=dense)
-        text, words = self.encode_words(tokens, dense=dense)
-        return Features(**of_images, text=text, words=words, **self.scales())
+        return self.join_features(of_images, *self.encode_words(tokens, dense=dense))
 
     def image_features(
         self, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True
-    ) -> dict[str, Any]:
-        """The fields of `Features` that the image tower gives."""
+    ) -> ImageFeatures:
+        """The image tower's part of `forward`."""
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
         pooled, patches, selection = walk_image(self.clip.visual, images, selector, dense=dense)
-        return {
-            "image": self._image_embedding(pooled),
-            "patches": project(patches, self.clip.visual.proj),
-            "kept": None if selection is None else selection.kept,
-            "shown": None if selection is None else selection.shown,
-        }
+        return ImageFeatures(
+            image=self._image_embedding(pooled),
+            patches=project(patches, self.clip.visual.proj),
+            kept=None if selection is None else selection.kept,
+            shown=None if selection is None else selection.shown,
+        )
 
-    def scales(self) -> dict[str, Any]:
-        """The fields of `Features` that belong to no tower."""
+    def join_features(self, of_images: ImageFeatures, text: Tensor, words: Tensor) -> Features:
+        """The features of a batch from what each tower gave, with the scale and the bias of the logits."""
         bias = self.clip.logit_bias
-        return {
-            "logit_scale": self.clip.logit_scale.exp().reshape(()),
-            "logit_bias": None if bias is None else bias.reshape(()),
-        }
+        return Features(
+            **vars(of_images),
+            text=text,
+            words=words,
+            logit_scale=self.clip.logit_scale.exp().reshape(()),
+            logit_bias=None if bias is None else bias.reshape(()),
+        )
 
     def encode_image(self, images: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of whole images."""

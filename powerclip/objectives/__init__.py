@@ -6,7 +6,7 @@ from typing import Any
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.errors import UserError, nearest
 from powerclip.objectives.a_clip import AClip, AClipSettings
-from powerclip.objectives.base import Objective, Phase, Terms, encode
+from powerclip.objectives.base import Objective, Phase, Plan, Terms
 from powerclip.objectives.clip import Clip
 from powerclip.objectives.clip_pgs import ClipPgs, ClipPgsSettings
 from powerclip.objectives.e_clip import EClip, EClipSettings
@@ -43,12 +43,12 @@ __all__ = [
     "FlipSettings",
     "Objective",
     "Phase",
+    "Plan",
     "PowerClip",
     "Sparc",
     "SparcSettings",
     "Terms",
     "build_objective",
-    "encode",
 ]
 
 

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from powerclip.encoders.attention import check_class_attention, walk_attention
-from powerclip.encoders.features import Features
+from powerclip.encoders.features import Features, ImageFeatures
 from powerclip.encoders.projection import project
 from powerclip.encoders.vision import walk_image
 from powerclip.errors import UserError
-from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.base import Objective, Plan, Terms
 from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.attentive import resample_scores, select_attentive
 from powerclip.objectives.views import cover, shape_crops, take_crops
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -61,13 +61,16 @@ class AClipSettings:
         validate(self, "objective_settings")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoViews(Features):
-    """Features of the first view, and what A-CLIP needs of both. W: the tower's own width."""
+@dataclass(frozen=True)
+class TwoViews:
+    """What A-CLIP's loss needs beside the features of the first view. W: the tower's own width."""
 
     second: Tensor  # [C, D] the second view's embedding, normalised
     pooled: Tensor  # [C, 2, W] both views' class tokens, for the heads
     seen: Tensor  # [C, W] the teacher's, without a gradient
+
+
+register_dataclass(TwoViews)
 
 
 def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = SINGLE) -> Tensor:
@@ -90,7 +93,6 @@ class AClip(Objective):
     """CLIP's loss of two attentively masked views, and both self-supervised losses."""
 
     dense = False
-    features = TwoViews
 
     def __init__(self, settings: AClipSettings | None = None) -> None:
         super().__init__()
@@ -122,16 +124,15 @@ class AClip(Objective):
         super().progress(step, steps)
         self._step, self._steps = step, steps
 
-    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
-        """Four numbers [C, 2, 4] for each view."""
-        return draws(count, 2, 4)
+    def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
+        """Four numbers for each view."""
+        return 2, 4
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Where the views lie."""
-        assert noise is not None
         return Plan(crops=shape_crops(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
 
-    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
+    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
         """Make both views, let the teacher choose their patches, and run both through the tower at once."""
         visual, settings = encoder.clip.visual, self.settings
         count = len(images)
@@ -145,38 +146,38 @@ class AClip(Objective):
             views = torch.cat([take_crops(images, view) for view in (one, other)])
         pooled, patches, _ = walk_image(visual, views, lambda context: kept, dense=self.dense)
         first, second = F.normalize(project(pooled, visual.proj), dim=-1).split(count)
-        return {
-            "image": first,
-            "patches": project(patches[:count], visual.proj),
-            "kept": kept[:count],
-            "second": second,
-            "pooled": torch.stack(pooled.split(count), dim=1),
-            "seen": seen,
-        }
+        return ImageFeatures(
+            image=first,
+            patches=project(patches[:count], visual.proj),
+            kept=kept[:count],
+            extra=TwoViews(second, torch.stack(pooled.split(count), dim=1), seen),
+        )
 
     def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """CLIP's loss of both views, SimCLR's between them and BYOL's against the teacher."""
-        if not isinstance(features, TwoViews):
-            raise TypeError("a_clip's loss needs the features of its own encode")
+        views = features.extra
+        if not isinstance(views, TwoViews):
+            raise TypeError("a_clip's loss needs the features of its own encode_images")
         text, scale = features.text, features.logit_scale
-        clip = (clip_loss(features.image, text, scale, ranks) + clip_loss(features.second, text, scale, ranks)) / 2
-        contrasted, predicted, target = self.run_heads(features, ranks)
+        clip = (clip_loss(features.image, text, scale, ranks) + clip_loss(views.second, text, scale, ranks)) / 2
+        bf16 = features.patches.dtype == torch.bfloat16
+        contrasted, predicted, target = self.run_heads(views, ranks, bf16=bf16)
         contrast = simclr_loss(contrasted[:, 0], contrasted[:, 1], self.settings.temperature, ranks)
         distance = byol_loss(predicted, target)
         total = clip + self.settings.simclr_weight * contrast + self.settings.byol_weight * distance
         return Terms(total, {"clip": clip.detach(), "simclr": contrast.detach(), "byol": distance.detach()})
 
-    def run_heads(self, features: TwoViews, ranks: Ranks = SINGLE) -> tuple[Tensor, Tensor, Tensor]:
+    def run_heads(self, views: TwoViews, ranks: Ranks = SINGLE, *, bf16: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """z and p [C, 2, P] of both views and t [C, P]. P: what the heads give.
 
-        They normalise over the batch, so they are no part of `encode`, which may see parts of it.
+        They normalise over the batch, so they are no part of `encode_images`, which may see parts of it.
         """
-        views = features.pooled.flatten(0, 1)
-        with torch.autocast(views.device.type, torch.bfloat16, enabled=features.patches.dtype == torch.bfloat16):
-            contrasted = _run_head(self.contrast, views, ranks)
-            predicted = _run_head(self.prediction, _run_head(self.projection, views, ranks), ranks)
+        pooled = views.pooled.flatten(0, 1)
+        with torch.autocast(pooled.device.type, torch.bfloat16, enabled=bf16):
+            contrasted = _run_head(self.contrast, pooled, ranks)
+            predicted = _run_head(self.prediction, _run_head(self.projection, pooled, ranks), ranks)
             with torch.no_grad():
-                target = _run_head(self.teacher_projection, features.seen, ranks)
+                target = _run_head(self.teacher_projection, views.seen, ranks)
         return contrasted.unflatten(0, (-1, 2)), predicted.unflatten(0, (-1, 2)), target
 
     @property

@@ -1,17 +1,19 @@
-"""What every training objective has in common: encode a batch, then turn its features into a loss."""
+"""What every training objective has in common.
+
+Axes: C images · N patches · n patches that stay · V views
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from powerclip.encoders.features import Features
+from powerclip.encoders.features import Features, ImageFeatures
+from powerclip.encoders.selector import PatchContext, Selection
 from powerclip.encoders.vision import dropout_selector
-from powerclip.objectives.plan import Draws, Plan
 from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
@@ -36,17 +38,41 @@ class Phase:
     rate: float = 1.0  # its share of the recipe's learning rate
 
 
-class Objective(nn.Module):
-    """A method of the paper's tables. Split in two so that features can be gathered, or cached, in between.
+@dataclass(frozen=True)
+class Plan:
+    """What is decided over a whole batch before its images go through the towers; row i belongs to image i.
 
-    A run calls `attach` once, before the optimiser is made, then for each step `progress`, `draw`, `plan`, `encode`,
-    `loss`, and after the update `clamp` and `after_step`. What is random or concerns the batch as a whole belongs into
-    `draw`, `plan` and `loss`: `encode` may see a batch in parts, and twice. Parameters of an objective are used by its
-    `loss` alone: there the whole batch is at hand.
+    The towers then treat each image by itself, so that a batch can go through them in parts, on one device after the
+    other or on several at once, with the same result. What a method does not use is None.
     """
 
-    dense = True  # whether the loss looks at patches and words: what it does not need is not kept
-    features: type[Features] = Features  # what `encode` gives
+    kept: Tensor | None = None  # [C, n] the patches that stay
+    shown: Tensor | None = None  # [C, n] bool, as in `Selection`
+    crops: Tensor | None = None  # [C, V, 4] views of each image
+
+    def rows(self, rows: slice) -> Plan:
+        """The plan of some of the images."""
+        parts = (None if value is None else value[rows] for value in (self.kept, self.shown, self.crops))
+        return Plan(*parts)
+
+    def select(self, context: PatchContext) -> Selection:
+        """The patches that stay, as a `PatchSelector` gives them."""
+        assert self.kept is not None
+        return Selection(self.kept, self.shown)
+
+
+class Objective(nn.Module):
+    """A method of the paper's tables: a plan for the images of a batch, their way through the tower, and a loss.
+
+    A run calls `attach` once, before the optimiser is made; for each step `progress`, `plan`, `encode_images` and
+    `loss`; and after the update `clamp` and `after_step`. `powerclip.train.towers.Towers` calls `plan` and
+    `encode_images`, compiled where a recipe asks for it.
+
+    What is random or concerns the batch as a whole belongs into `plan` and `loss`: `encode_images` may see a batch in
+    parts, and twice. Parameters of an objective are used by its `loss` alone: there the whole batch is at hand.
+    """
+
+    dense = True  # whether the loss uses patches and words: what it does not need is neither computed nor kept
 
     elapsed: Tensor  # share of the run that is done; a tensor, so that compiled towers need not be compiled again
 
@@ -66,44 +92,23 @@ class Objective(nn.Module):
         """Note that `step` of `steps` updates are done."""
         self.elapsed.fill_(step / steps)
 
-    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
-        """The random numbers [C, …] that `count` images need; None when nothing is random."""
+    def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
+        """The shape of the random numbers that the plan of one image needs; None when there is nothing to plan."""
         if not encoder.training or dropout_selector(encoder.clip.visual) is None:
             return None
-        return draws(count, encoder.grid[0] * encoder.grid[1])
+        return (encoder.grid[0] * encoder.grid[1],)
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
-        """What is done with images [C, 3, H, W], given what was drawn for them.
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
+        """What is done with images [C, 3, H, W], given uniform numbers [C, *noise_shape]; without a gradient.
 
-        `images` are all those of this rank; what the other ranks' images have to say is asked of `ranks`.
+        `images` are all those of this rank; `ranks` gives access to the images of the others.
         """
         dropout = dropout_selector(encoder.clip.visual)
-        return Plan() if noise is None or dropout is None else Plan(kept=dropout.choose(noise))
+        return Plan() if dropout is None else Plan(kept=dropout.choose(noise))
 
-    def encode(
-        self, encoder: DualEncoder, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
-    ) -> Features:
-        """Run the towers as this objective needs them, on images [C, 3, H, W] and tokens [C, L].
-
-        Without the plan of these images one is made.
-        """
-        if plan is None:
-            plan = self.plan_alone(encoder, images)
-        of_images = self.encode_images(encoder, images, plan)
-        return self.join(encoder, of_images, encoder.encode_words(tokens, dense=self.dense))
-
-    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
-        """The image tower's part of `encode`: fields of the features."""
+    def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
+        """Run the image tower on images [C, 3, H, W] as their plan says."""
         return encoder.image_features(images, None if plan.kept is None else plan.select, dense=self.dense)
-
-    def join(self, encoder: DualEncoder, of_images: Mapping[str, Any], of_captions: tuple[Tensor, Tensor]) -> Features:
-        """The features of a batch from what each tower gave."""
-        text, words = of_captions
-        return self.features(**of_images, text=text, words=words, **encoder.scales())
-
-    def plan_alone(self, encoder: DualEncoder, images: Tensor) -> Plan:
-        """A plan for images that are the whole batch, drawn with torch's own generator."""
-        return self.plan(encoder, images, self.draw(encoder, len(images), Draws(images.device, None, SINGLE)), SINGLE)
 
     def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
         """The loss of encoded features; each objective has its own.
@@ -117,18 +122,3 @@ class Objective(nn.Module):
 
     def after_step(self, encoder: DualEncoder) -> None:
         """Follow the towers, after a step of the optimiser."""
-
-    def forward(self, encoder: DualEncoder, batch: Batch) -> Terms:
-        """Encode, then compute the loss."""
-        return self.loss(self.encode(encoder, batch.images, batch.tokens), batch)
-
-
-def encode(
-    objective: Objective,
-    encoder: DualEncoder,
-    images: Tensor,
-    tokens: Tensor | tuple[Tensor, ...],
-    plan: Plan | None = None,
-) -> Features:
-    """`objective.encode` as a function: with both modules as arguments, what is compiled for one pair fits the next."""
-    return objective.encode(encoder, images, tokens, plan)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from powerclip.encoders.selector import RandomPatches
-from powerclip.objectives.base import Phase
+from powerclip.objectives.base import Phase, Plan
 from powerclip.objectives.clip import Clip
-from powerclip.objectives.plan import Draws, Plan
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveShare, Share, validate
 
@@ -56,10 +55,10 @@ class Flip(Clip):
         super().progress(step, steps)
         self.masking = step < steps - round(self.settings.tuning * steps)
 
-    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
+    def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
         """A number for each patch, unless this is the tuning phase."""
-        return draws(count, encoder.grid[0] * encoder.grid[1]) if self.masking else None
+        return (encoder.grid[0] * encoder.grid[1],) if self.masking else None
 
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
-        """The patches with the highest numbers stay."""
-        return Plan() if noise is None else Plan(kept=RandomPatches(self.settings.keep).choose(noise))
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
+        """The patches with the highest numbers [C, N] stay."""
+        return Plan(kept=RandomPatches(self.settings.keep).choose(noise))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, Selection
 from powerclip.encoders.vision import embed_image
+from powerclip.objectives.base import Plan
 from powerclip.objectives.clip import Clip
-from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection.clusters import kept_count, mask_near
 from powerclip.runtime.distributed import SINGLE, Ranks
 
@@ -32,14 +32,12 @@ class MaskedClip(Clip):
 
     settings: EClipSettings | ClipPgsSettings
 
-    def draw(self, encoder: DualEncoder, count: int, draws: Draws) -> Tensor | None:
-        """Two numbers [C, 2, N] for each patch: for the anchors, and for what is dropped."""
-        return draws(count, 2, encoder.grid[0] * encoder.grid[1])
+    def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
+        """Two numbers for each patch: for the anchors, and for what is dropped."""
+        return 2, encoder.grid[0] * encoder.grid[1]
 
-    @torch.no_grad()
-    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Choose the patches that stay; one threshold for the images of all ranks."""
-        assert noise is not None
         near, protected = [], []
         for some, drawn in zip(images.split(BLOCK), noise[:, 0].split(BLOCK), strict=True):
             _, patches = embed_image(encoder.clip.visual, some)

@@ -30,7 +30,7 @@ from powerclip.train.mfu import operations, peak_flops
 from powerclip.train.recipe import Recipe, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
-from powerclip.train.towers import in_bf16, is_compiled
+from powerclip.train.towers import Towers
 
 # A burst on a CPU grows until one step takes this long.
 ENOUGH_SECONDS = 1.0
@@ -115,7 +115,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, found: list[Inp
     own = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + own
     device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU"
-    how = [precision(recipe, state)] + ["compiled"] * is_compiled(recipe.train, state.device)
+    how = [precision(state)] + ["compiled"] * (state.unwrapped_towers.compile_mode != "none")
     yield "device", f"{device}, {', '.join(how)}"
     yield "length", length
     rate = f"lr {optim.lr:g}, {optim.schedule}, {optim.warmup:,} steps of warm-up"
@@ -140,9 +140,7 @@ def describe_cost(
     else:
         kept = burst.activation_bytes * pairs / GIB
         yield "memory", f"about {held + kept:.1f} GiB for each process: {parts}, {kept:.1f} activations"
-        of_a_pair = (
-            f"{burst.activation_bytes / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(recipe, state)}"
-        )
+        of_a_pair = f"{burst.activation_bytes / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(state)}"
         yield "", f"activations of the towers, counted: {of_a_pair}; the loss comes on top"
     rounds = recipe.train.batch_size / (pairs * ranks)
     # Accumulation runs the towers once more, without a gradient: a third of a step.
@@ -198,7 +196,7 @@ def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
     gpu = state.device.type == "cuda"
     size = pairs if gpu else min(2, pairs)
     history: list[tuple[int, float]] = []
-    kept = activation_bytes(recipe, state, synthetic_batch(recipe, state.encoder, 2))
+    kept = activation_bytes(state, synthetic_batch(recipe, state.encoder, 2))
     while True:
         batch = synthetic_batch(recipe, state.encoder, size).to(state.device)
         try:
@@ -235,7 +233,7 @@ def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, rep
     return min(times[warmup:])
 
 
-def activation_bytes(recipe: Recipe, state: TrainState, batch: Batch) -> float:
+def activation_bytes(state: TrainState, batch: Batch) -> float:
     """Bytes that the towers keep of one pair for the backward pass, parameters left out."""
     own = {p.untyped_storage().data_ptr() for m in (state.encoder, state.objective) for p in m.parameters()}
     kept: dict[int, int] = {}
@@ -247,11 +245,9 @@ def activation_bytes(recipe: Recipe, state: TrainState, batch: Batch) -> float:
         return value
 
     batch = batch.to(state.device)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda value: value),
-        torch.autocast(state.device.type, torch.bfloat16, enabled=in_bf16(recipe.train, state.device)),
-    ):
-        features = state.objective.encode(state.encoder, batch.images, batch.tokens)
+    eager = Towers(state.objective, state.encoder, bf16=state.unwrapped_towers.bf16)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        features = eager(batch.images, batch.tokens)
     del features
     return sum(kept.values()) / len(batch)
 
@@ -283,6 +279,6 @@ def trained(state: TrainState) -> int:
     return count(state.encoder, trained=True) + count(state.objective, trained=True)
 
 
-def precision(recipe: Recipe, state: TrainState) -> str:
+def precision(state: TrainState) -> str:
     """What the towers compute in."""
-    return "bf16" if in_bf16(recipe.train, state.device) else "float32"
+    return "bf16" if state.unwrapped_towers.bf16 else "float32"

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.data.loader import BatchLoader, killed_workers
+from powerclip.data.loader import BatchLoader, killed_workers, mix
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
@@ -25,11 +25,11 @@ from powerclip.runtime.environment import note_environment
 from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import checkpoint
-from powerclip.train.accumulate import backward
+from powerclip.train.accumulate import backward_in_parts
 from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import CorpusStore, make_loader, note_squashing
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
-from powerclip.train.guard import Guard, step_if_finite
+from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
 from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
 from powerclip.train.mfu import Mfu
@@ -309,6 +309,24 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     state.objective.after_step(state.encoder)
     state.step += 1
     return rate, terms, norm
+
+
+def backward(state: TrainState, batch: Batch, recipe: Recipe) -> Terms:
+    """The loss of a batch; afterwards its gradient, averaged over ranks, is that of every trained parameter."""
+    # What is random in a step is a function of the seed and the step, not of what was drawn before.
+    generator = torch.Generator(state.device)
+    generator.manual_seed(mix(mix(recipe.train.seed, -1), state.step))  # not the loader's: it uses the step as well
+    plan = state.unwrapped_towers.plan(batch.images, generator, state.ranks)
+    state.optimizer.zero_grad(set_to_none=True)
+    if recipe.train.accumulate == 1:
+        features = state.towers(batch.images, batch.token_groups, plan)
+        # The loss is outside of autocast: similarities that carry a gradient are float32.
+        terms = state.objective.loss(features, batch, state.ranks)
+        mark_loss(terms.total).backward()
+    else:
+        terms = backward_in_parts(state, batch, plan, recipe.train.accumulate)
+    state.ranks.average_gradients(state.unwrapped_parameters)
+    return terms
 
 
 def share_terms(terms: Terms, ranks: Ranks) -> Terms:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from powerclip.objectives import Objective, build_objective
+from powerclip.objectives import build_objective
 from powerclip.train.recipe import Recipe
-
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder
+from powerclip.train.towers import Towers
 
 # Dense bf16 with float32 sums, 10^12 operations a second, from the makers' data sheets. The first that a device's name
 # contains as words counts.
@@ -93,15 +91,15 @@ def _operations_on(device: torch.device, recipe: Recipe, length: int, pairs: int
         objective.attach(encoder)
         images = torch.randn(pairs, 3, *encoder.image_size)
         tokens = torch.ones(pairs, length, dtype=torch.long)
-        return count_operations(objective, encoder, images, tokens) / pairs
+        return count_operations(Towers(objective, encoder), images, tokens) / pairs
 
 
-def count_operations(objective: Objective, encoder: DualEncoder, images: Tensor, tokens: Tensor) -> float:
-    """Operations of `objective.encode` and of the gradient of what it gives."""
+def count_operations(towers: Towers, images: Tensor, tokens: Tensor) -> float:
+    """Operations of a forward pass through the towers and of the gradient of the features that it gives."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
-        features = objective.encode(encoder, images, tokens)
-        carrying = [value for value in vars(features).values() if isinstance(value, Tensor) and value.requires_grad]
-        torch.stack([value.float().sum() for value in carrying]).sum().backward()
+        features = tree_leaves(towers(images, tokens))
+        trained = [value for value in features if isinstance(value, Tensor) and value.requires_grad]
+        torch.stack([value.float().sum() for value in trained]).sum().backward()
     return float(counter.get_total_flops())

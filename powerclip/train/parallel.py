@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +35,20 @@ def check_batch(settings: TrainSection, ranks: Ranks) -> None:
         )
 
 
-def replicate(towers: Towers, device: torch.device, ranks: Ranks) -> nn.Module:
+def parallelize(towers: Towers, device: torch.device, ranks: Ranks, *, sharded: bool) -> nn.Module:
+    """The towers as several ranks train them: sharded in place, or wrapped; themselves on a single rank."""
+    if ranks.is_single:
+        return towers
+    if sharded:
+        shard(towers, device)
+        return towers
+    return replicate(towers, device)
+
+
+def replicate(towers: Towers, device: torch.device) -> nn.Module:
     """The towers, their gradients averaged over ranks while the backward pass still runs."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if ranks.is_single:
-        return towers
     # Buffers are the same on all ranks and need no message. torch has renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
@@ -58,6 +67,23 @@ def shard(towers: Towers, device: torch.device) -> None:
     # A scale is one number: nothing to share out.
     fully_shard(towers, mesh=mesh, ignored_params={p for p in towers.parameters() if p.ndim == 0})
     register_fsdp_forward_method(towers, "plan")
+
+
+@contextmanager
+def no_sync(towers: nn.Module) -> Iterator[None]:
+    """Keep gradients on their rank until a later backward pass, which averages all of them."""
+    wrapped: Any = towers
+    if hasattr(wrapped, "no_sync"):  # DistributedDataParallel
+        with wrapped.no_sync():
+            yield
+    elif hasattr(wrapped, "set_requires_gradient_sync"):  # FSDP
+        wrapped.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def is_sharded(value: object) -> bool:

@@ -17,17 +17,9 @@ from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train.optimizer import make_optimizer
-from powerclip.train.parallel import (
-    check_batch,
-    full_tensors,
-    is_sharded,
-    load_module,
-    load_optimizer,
-    replicate,
-    shard,
-)
+from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe
-from powerclip.train.towers import Towers, compile_blocks, is_compiled
+from powerclip.train.towers import Towers, make_towers
 
 
 @dataclass
@@ -100,17 +92,8 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()
-    sharded = settings.sharding == "full" and not ranks.is_single
-    by_blocks = sharded or settings.compile == "blocks"
-    graphs = settings.compile == "auto" and device.type == "cuda" and ranks.is_single and settings.accumulate == 1
-    unwrapped = Towers(settings, objective, encoder, sharded=sharded, graphs=graphs)
-    towers: nn.Module = unwrapped
-    if by_blocks and is_compiled(settings, device):
-        compile_blocks(encoder)
-    if sharded:
-        shard(unwrapped, device)
-    else:
-        towers = replicate(unwrapped, device, ranks)
+    unwrapped = make_towers(settings, objective, encoder, device, ranks)
+    towers = parallelize(unwrapped, device, ranks, sharded=settings.sharding == "full")
     optimizer = make_optimizer([encoder, objective], recipe.optim)
     return TrainState(0, device, encoder, objective, optimizer, unwrapped, towers, ranks)
 

@@ -1,24 +1,125 @@
-"""How the towers run while training: in which precision, compiled or not, wrapped for several ranks or not."""
+"""The towers as training runs them: in which precision, compiled or not, for which objective.
+
+From the loop to the model a batch passes three calls: `Towers.forward`, `Objective.encode_images` and
+`DualEncoder.image_features`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from powerclip.encoders import DualEncoder, Features
 from powerclip.encoders.dual import join_groups
 from powerclip.encoders.text import text_tower
-from powerclip.objectives import Objective, encode
-from powerclip.objectives.plan import Plan
+from powerclip.objectives import Objective, Plan
 from powerclip.runtime.compile import compile_shapes, raise_limit
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.recipe import TrainSection
 
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder, Features
+# Not at all · each tower as a whole · the same, replayed as CUDA graphs · each transformer block by itself
+CompileMode = Literal["none", "towers", "graphs", "blocks"]
+
+
+class Towers(nn.Module):
+    """Both towers as an objective runs them: what DistributedDataParallel and FSDP wrap.
+
+    The objective is no part of the module: its own parameters are few, and only its loss uses them, outside of any
+    wrapper.
+
+    Args:
+        objective: plans for images and runs them through their tower.
+        encoder: the towers.
+        bf16: compute in bf16 where autocast allows it.
+        compile: what is compiled. CUDA graphs are for one forward and one backward pass a step, on one rank; their
+            results must be used before the next step overwrites them.
+        sharded: the weights are sharded over ranks. Then only blocks can be compiled, as weights come and go between
+            them.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        encoder: DualEncoder,
+        *,
+        bf16: bool = False,
+        compile: CompileMode = "none",
+        sharded: bool = False,
+    ):
+        super().__init__()
+        self.encoder = encoder
+        self.bf16, self.compile_mode, self._sharded = bf16, compile, sharded
+        self._objective = (objective,)  # in a tuple: nn.Module would make it a part
+        if compile == "blocks":
+            raise_limit()
+            for block in transformer_blocks(encoder):
+                block.compile(dynamic=False)
+
+    @property
+    def objective(self) -> Objective:
+        """What the towers are run for."""
+        return self._objective[0]
+
+    @torch.no_grad()
+    def plan(self, images: Tensor, generator: torch.Generator | None = None, ranks: Ranks = SINGLE) -> Plan:
+        """What the objective decides on for images [C, 3, H, W] before they go through the towers.
+
+        Without a generator, torch's own draws the random numbers.
+        """
+        shape = self.objective.noise_shape(self.encoder)
+        if shape is None:
+            return Plan()
+        noise = draw_uniform((len(images), *shape), images.device, generator, ranks)
+        plan: Callable[..., Plan] = type(self.objective).plan
+        # Compiled, as some methods look at every pair of an image's patches.
+        plan = plan if self.compile_mode == "none" or self._sharded else compiled(plan)
+        with self._autocast(images.device):
+            return plan(self.objective, self.encoder, images, noise, ranks)
+
+    def forward(self, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None) -> Features:
+        """The features of images [C, 3, H, W] and tokens [C, L], for the objective's loss.
+
+        Tokens may come in several groups of rows, each with its own L. Without the plan of these images one is made.
+        """
+        plan = self.plan(images) if plan is None else plan
+        groups = tokens if isinstance(tokens, tuple) else (tokens,)
+        dense = self.objective.dense
+        # Methods as functions of their objects: what is compiled for one encoder and objective fits the next.
+        encode_images = self._compiled(type(self.objective).encode_images)
+        encode_words = self._compiled(DualEncoder.encode_words)
+        with self._autocast(images.device):
+            of_images = encode_images(self.objective, self.encoder, images, plan)
+            of_captions = [encode_words(self.encoder, group, dense=dense) for group in groups]
+            features = self.encoder.join_features(of_images, *join_groups(of_captions))
+        # FSDP registers hooks on what is returned, and they would not survive an in-place change of a view.
+        return tree_map(_without_view, features) if self._sharded else features
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.compile_mode not in ("towers", "graphs"):
+            return function
+        return compiled(function, graphs=self.compile_mode == "graphs" and torch.is_grad_enabled())
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+
+def make_towers(
+    settings: TrainSection, objective: Objective, encoder: DualEncoder, device: torch.device, ranks: Ranks
+) -> Towers:
+    """The towers as a recipe's settings ask for them."""
+    sharded = settings.sharding == "full" and not ranks.is_single
+    mode: CompileMode = "towers" if is_compiled(settings, device) else "none"
+    if mode == "towers" and (sharded or settings.compile == "blocks"):
+        mode = "blocks"
+    elif mode == "towers" and settings.compile == "auto" and ranks.is_single and settings.accumulate == 1:
+        mode = "graphs" if device.type == "cuda" else mode
+    return Towers(objective, encoder, bf16=in_bf16(settings, device), compile=mode, sharded=sharded)
 
 
 def in_bf16(settings: TrainSection, device: torch.device) -> bool:
@@ -31,129 +132,25 @@ def is_compiled(settings: TrainSection, device: torch.device) -> bool:
     return settings.compile in ("always", "blocks") or (settings.compile == "auto" and device.type == "cuda")
 
 
-def run_towers(
-    settings: TrainSection,
-    objective: Objective,
-    encoder: DualEncoder,
-    images: Tensor,
-    tokens: Tensor | tuple[Tensor, ...],
-    plan: Plan | None = None,
-    *,
-    compiled: bool | None = None,
-    graphs: bool = False,
-) -> Features:
-    """The features of a batch as `objective` needs them; compiled as the settings say unless told otherwise."""
-    device = images.device
-    compiled = is_compiled(settings, device) if compiled is None else compiled
-    run = compiled_encode(graphs=graphs) if compiled else encode
-    with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16(settings, device)):
-        return run(objective, encoder, images, tokens, plan)
-
-
 @cache
-def compiled_encode(backend: str | Callable[..., Any] = "inductor", *, graphs: bool = False) -> Callable[..., Features]:
-    """`encode`, compiled once for a process: later runs with towers of the same structure find it warm.
+def compiled(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
+    """The function, compiled once for a process: later runs with towers of the same structure find it warm.
 
-    The towers are compiled apart, so that captions of a new length cost the text tower's compilation alone. As CUDA
-    `graphs` they are replayed, one for each shape: the host launches a few things instead of thousands. Their results
-    must be used before the next step overwrites them.
+    As CUDA `graphs` it is replayed, one graph for each shape: the host launches a few things instead of thousands.
     """
-    mode = "reduce-overhead" if graphs else None
-    of_images, of_captions = (
-        compile_shapes(encode_images, backend, mode),
-        compile_shapes(encode_captions, backend, mode),
-    )
-
-    def run(
-        objective: Objective,
-        encoder: DualEncoder,
-        images: Tensor,
-        tokens: Tensor | tuple[Tensor, ...],
-        plan: Plan | None = None,
-    ) -> Features:
-        plan = objective.plan_alone(encoder, images) if plan is None else plan
-        groups = tokens if isinstance(tokens, tuple) else (tokens,)
-        fields = of_images(objective, encoder, images, plan)
-        captions = [of_captions(encoder, group, objective.dense) for group in groups]
-        return objective.join(encoder, fields, join_groups(captions))
-
-    return run
+    return compile_shapes(function, mode="reduce-overhead" if graphs else None)
 
 
-def encode_images(objective: Objective, encoder: DualEncoder, images: Tensor, plan: Plan) -> dict[str, Any]:
-    """`objective.encode_images` as a function: with both as arguments, what is compiled for one pair fits the next."""
-    return objective.encode_images(encoder, images, plan)
+def draw_uniform(
+    shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None, ranks: Ranks = SINGLE
+) -> Tensor:
+    """Uniform numbers in [0, 1) for the rows of this rank.
 
-
-def encode_captions(encoder: DualEncoder, tokens: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
-    """`encoder.encode_words` as a function."""
-    return encoder.encode_words(tokens, dense=dense)
-
-
-@cache
-def compiled_plan() -> Callable[..., Plan]:
-    """An objective's plan, compiled likewise: some look at every pair of an image's patches."""
-    return compile_shapes(make_plan)
-
-
-def make_plan(objective: Objective, encoder: DualEncoder, images: Tensor, noise: Tensor | None, ranks: Ranks) -> Plan:
-    """`objective.plan` as a function."""
-    return objective.plan(encoder, images, noise, ranks)
-
-
-class Towers(nn.Module):
-    """Both towers as an objective runs them: what DistributedDataParallel and FSDP wrap.
-
-    The objective is no part of it. Its own parameters are few and used by the loss, where no wrapper looks.
-
-    Args:
-        settings: how to run.
-        objective: what to run for.
-        encoder: what is run.
-        sharded: its weights are spread over ranks; then blocks are compiled one by one, as weights come and go between
-            them.
-        graphs: what is compiled is replayed as CUDA graphs. For one forward and one backward pass a step, unwrapped.
+    All ranks draw for the whole batch, with generators of one seed, and each keeps its rows: an image gets the same
+    numbers on any number of ranks.
     """
-
-    def __init__(
-        self,
-        settings: TrainSection,
-        objective: Objective,
-        encoder: DualEncoder,
-        *,
-        sharded: bool = False,
-        graphs: bool = False,
-    ):
-        super().__init__()
-        self.encoder = encoder
-        self._settings, self._sharded, self._graphs = settings, sharded, graphs
-        self._objective = (objective,)  # in a tuple: nn.Module would make it a part
-
-    def forward(
-        self, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None
-    ) -> tuple[type, dict[str, Any]]:
-        """The class of the features and its fields: wrappers look for tensors in plain containers only."""
-        by_blocks = self._sharded or self._settings.compile == "blocks"
-        compiled = is_compiled(self._settings, images.device) and not by_blocks
-        graphs = self._graphs and torch.is_grad_enabled()
-        features = run_towers(
-            self._settings, self._objective[0], self.encoder, images, tokens, plan, compiled=compiled, graphs=graphs
-        )
-        fields = vars(features)
-        if self._sharded:
-            # FSDP hangs its hooks on what is returned, and they would not survive a change of what a view shows.
-            fields = {k: v.clone() if isinstance(v, Tensor) and v._is_view() else v for k, v in fields.items()}
-        return type(features), fields
-
-    @torch.no_grad()
-    def plan(self, images: Tensor, noise: Tensor | None, ranks: Ranks = SINGLE) -> Plan:
-        """What the objective decides on before the towers run."""
-        if noise is None:
-            return Plan()
-        device = images.device
-        run = compiled_plan() if is_compiled(self._settings, device) and not self._sharded else make_plan
-        with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16(self._settings, device)):
-            return run(self._objective[0], self.encoder, images, noise, ranks)
+    rows, *rest = shape
+    return torch.rand(rows * ranks.count, *rest, generator=generator, device=device)[ranks.rows(rows)]
 
 
 def transformer_blocks(encoder: DualEncoder) -> list[nn.Module]:
@@ -162,8 +159,5 @@ def transformer_blocks(encoder: DualEncoder) -> list[nn.Module]:
     return [*clip.visual.transformer.resblocks, *text_tower(clip).transformer.resblocks]
 
 
-def compile_blocks(encoder: DualEncoder) -> None:
-    """Compile the blocks of both towers, each by itself, in place."""
-    raise_limit()
-    for block in transformer_blocks(encoder):
-        block.compile(dynamic=False)
+def _without_view(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value._is_view() else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_batches import CONFIG, tiny_batch, tiny_encoder
+from tiny_batches import CONFIG, encode, terms_of, tiny_batch, tiny_encoder
 
 from powerclip.encoders import build
 from powerclip.errors import UserError
@@ -92,16 +92,16 @@ def test_byol_is_the_squared_distance_of_unit_vectors():
 def test_the_total_is_the_weighted_sum_of_all_three():
     encoder, objective = attached()
     batch = tiny_batch(6)
-    found = objective.encode(encoder, batch.images, batch.tokens)
+    found = encode(objective, encoder, batch)
     terms = objective.loss(found, batch)
-    one, other = (clip_loss(view, found.text, found.logit_scale) for view in (found.image, found.second))
-    contrasted, predicted, target = objective.run_heads(found)
+    one, other = (clip_loss(view, found.text, found.logit_scale) for view in (found.image, found.extra.second))
+    contrasted, predicted, target = objective.run_heads(found.extra)
     contrast = simclr_loss(contrasted[:, 0], contrasted[:, 1], 0.1)
     torch.testing.assert_close(terms.total, (one + other) / 2 + contrast + 2 * byol_loss(predicted, target))
     assert terms.parts.keys() == {"clip", "simclr", "byol"}
-    assert isinstance(found, TwoViews)
+    assert isinstance(found.extra, TwoViews)
     assert not target.requires_grad
-    assert not found.seen.requires_grad
+    assert not found.extra.seen.requires_grad
 
 
 # ---- the teacher -----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_the_teacher_is_saved_but_not_optimised():
     assert "teacher.proj" in names
     assert names <= objective.state_dict().keys()
     assert not any(p.requires_grad for name, p in objective.named_parameters() if name in names)
-    objective(encoder, tiny_batch(6)).total.backward()
+    terms_of(objective, encoder, tiny_batch(6)).total.backward()
     assert all(p.grad is None for name, p in objective.named_parameters() if name in names)
     assert all(p.grad is not None for name, p in objective.named_parameters() if name not in names)
 
@@ -156,7 +156,7 @@ def test_the_patches_that_stay_are_those_that_the_teacher_attends_to(monkeypatch
     monkeypatch.setattr(
         "powerclip.objectives.a_clip.walk_attention", lambda visual, images: (torch.ones(3, 32), scores)
     )
-    found = objective.encode(encoder, batch.images, batch.tokens)
+    found = encode(objective, encoder, batch)
     assert found.kept.tolist() == [[2, 3, 6, 7, 8, 9, 12, 13]] * 3
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from open_clip.loss import ClipLoss
-from tiny_batches import features, tiny_batch, tiny_encoder
+from tiny_batches import features, tiny_batch
 from torch.nn.functional import normalize
 
 from powerclip.errors import UserError
-from powerclip.objectives import Clip, PowerClip, build_objective, encode
+from powerclip.objectives import Clip, PowerClip, build_objective
 from powerclip.objectives.clip import clip_loss
 
 
@@ -37,14 +37,6 @@ def test_the_objective_is_the_loss_of_the_global_embeddings():
     assert terms.parts.keys() == {"clip"}
     assert not terms.parts["clip"].requires_grad
     assert not list(Clip().parameters())
-
-
-def test_encoding_and_then_the_loss_is_the_objective():
-    encoder, batch = tiny_encoder(), tiny_batch(4)
-    for objective in (Clip(), PowerClip()):
-        whole = objective(encoder, batch).total
-        parts = objective.loss(encode(objective, encoder, batch.images, batch.tokens), batch).total
-        assert torch.equal(whole, parts)
 
 
 def test_an_objective_is_built_by_its_name_and_a_wrong_name_is_answered():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_batches import CONFIG, tiny_batch, tiny_encoder
+from tiny_batches import CONFIG, encode, terms_of, tiny_batch, tiny_encoder
 
 from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.vision import embed_image
@@ -17,12 +17,12 @@ from powerclip.objectives import (
     Flip,
     FlipSettings,
     Phase,
+    Plan,
     build_objective,
-    encode,
 )
 from powerclip.objectives.masked import MaskedClip
-from powerclip.objectives.plan import Draws, Plan
 from powerclip.objectives.selection import balance, edge_strength, embedding_similarity, pixel_similarity
+from powerclip.train.towers import Towers
 
 GRID = (8, 8)
 
@@ -40,8 +40,7 @@ def pictures(count: int = 6) -> torch.Tensor:
 def planned(objective: MaskedClip, images: torch.Tensor, encoder: DualEncoder | None = None) -> Plan:
     """What the objective does with images; the same is drawn each time."""
     encoder = encoder or tower()
-    drawn = objective.draw(encoder, len(images), Draws(images.device, torch.Generator().manual_seed(0)))
-    return objective.plan(encoder, images, drawn)
+    return Towers(objective, encoder).plan(images, torch.Generator().manual_seed(0))
 
 
 def visible(plan: Plan) -> list[set[int]]:
@@ -55,7 +54,7 @@ def test_the_transformer_gets_fewer_patches(name, most):
     objective.attach(encoder)
     lengths = []
     encoder.clip.visual.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    found = encode(objective, encoder, batch.images, batch.tokens)
+    found = encode(objective, encoder, batch)
     assert lengths == [1 + most]  # of 16
     assert found.kept.shape == (6, most)
     terms = objective.loss(found, batch)
@@ -73,10 +72,10 @@ def test_flip_tunes_on_whole_images_at_the_end():
     encoder.clip.visual.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
     for step, patches in ((0, 4), (89, 4), (90, 16), (99, 16)):
         objective.progress(step, 100)
-        objective.encode(encoder, batch.images, batch.tokens)
+        encode(objective, encoder, batch)
         assert lengths[-1] == 1 + patches
-    whole = objective(encoder, batch).total
-    assert torch.equal(whole, Clip()(encoder, batch).total)
+    whole = terms_of(objective, encoder, batch).total
+    assert torch.equal(whole, terms_of(Clip(), encoder, batch).total)
 
 
 def test_flips_tuning_has_a_learning_rate_of_its_own():

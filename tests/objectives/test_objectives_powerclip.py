@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_batches import features, tiny_batch, tiny_encoder, tiny_loader
+from tiny_batches import encode, features, terms_of, tiny_batch, tiny_encoder, tiny_loader
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.embed import embed_parts
@@ -70,7 +70,7 @@ def test_the_loss_falls_on_scenes_it_has_not_seen(name):
     optimizer = torch.optim.AdamW([*encoder.parameters(), *objective.parameters()], lr=3e-3)
     totals = []
     for step in range(30):
-        terms = objective(encoder, tiny_loader(32).batch(step))
+        terms = terms_of(objective, encoder, tiny_loader(32).batch(step))
         optimizer.zero_grad()
         terms.total.backward()
         optimizer.step()
@@ -86,7 +86,7 @@ def test_a_weight_of_zero_leaves_clips_gradients():
     gradients = []
     for objective in (Clip(), PowerClip(AlignmentConfig.named(weight=0.0))):
         encoder = tiny_encoder()
-        objective(encoder, batch).total.backward()
+        terms_of(objective, encoder, batch).total.backward()
         gradients.append([p.grad for p in encoder.parameters() if p.grad is not None])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*gradients, strict=True))
 
@@ -124,17 +124,17 @@ def test_separate_projections_start_as_shared_ones_and_are_matrices_of_patches_a
     separate.attach(encoder)
     names = {name: tuple(p.shape) for name, p in separate.named_parameters()}
     assert names == {"log_scale": (), "projections.patches": (32, 32), "projections.words": (32, 32)}
-    torch.testing.assert_close(separate(encoder, batch).total, shared(encoder, batch).total)
+    torch.testing.assert_close(terms_of(separate, encoder, batch).total, terms_of(shared, encoder, batch).total)
     with torch.no_grad():
         for matrix in separate.projections.values():
             matrix.add_(0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
-    found = separate.encode(encoder, batch.images, batch.tokens)
+    found = encode(separate, encoder, batch)
     patches, words = (getattr(found, side) @ separate.projections[side] for side in ("patches", "words"))
     parts = embed_parts(patches, batch.regions, words, batch.phrases, separate.config)
     expected = alignment_loss(parts, separate.config, separate.log_scale.exp()).loss
     terms = separate.loss(found, batch)
     torch.testing.assert_close(terms.parts["alignment"], expected.detach())
-    torch.testing.assert_close(terms.parts["clip"], shared(encoder, batch).parts["clip"])
+    torch.testing.assert_close(terms.parts["clip"], terms_of(shared, encoder, batch).parts["clip"])
     terms.total.backward()
     assert all(p.grad.abs().sum() > 0 for p in separate.parameters())
 

@@ -11,6 +11,8 @@ from powerclip.data.batch import Batch
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, Features, build
+from powerclip.objectives import Objective, Terms
+from powerclip.train.towers import Towers
 
 CONFIG = {
     "embed_dim": 32,
@@ -34,6 +36,16 @@ def tiny_batch(count: int, step: int = 0) -> Batch:
 def tiny_encoder(seed: int = 0) -> DualEncoder:
     torch.manual_seed(seed)
     return build(config=CONFIG).train()
+
+
+def encode(objective: Objective, encoder: DualEncoder, batch: Batch) -> Features:
+    """The features of a batch as the objective's loss takes them."""
+    return Towers(objective, encoder)(batch.images, batch.tokens)
+
+
+def terms_of(objective: Objective, encoder: DualEncoder, batch: Batch) -> Terms:
+    """The loss of a batch."""
+    return objective.loss(encode(objective, encoder, batch), batch)
 
 
 def features(count: int, seed: int = 0) -> Features:

@@ -23,9 +23,8 @@ from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives.batch_norm import batch_norm
 from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, join_ranks
-from powerclip.train.accumulate import backward
 from powerclip.train.data import make_loader
-from powerclip.train.loop import share_terms, train, train_step
+from powerclip.train.loop import backward, share_terms, train, train_step
 from powerclip.train.parallel import clip_gradients, full_tensors
 from powerclip.train.recipe import Recipe
 from powerclip.train.state import TrainState, start

@@ -34,17 +34,16 @@ from powerclip.cli import FIRST_RANK_SPEAKS, app, fail
 from powerclip.data.corpus import read_corpus
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.tokens import CaptionTokenizer
+from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
-from powerclip.objectives import encode
-from powerclip.objectives.plan import Draws, Plan
+from powerclip.objectives import Plan
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train import checkpoint
-from powerclip.train.accumulate import backward
 from powerclip.train.data import make_loader
-from powerclip.train.loop import train
+from powerclip.train.loop import backward, train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.state import start
-from powerclip.train.towers import make_plan
+from powerclip.train.towers import draw_uniform
 
 # One with a scale of its own, one with a teacher and heads, one that decides over the whole batch.
 SHARDED = ("powerclip", "a_clip", "clip_pgs")
@@ -155,17 +154,24 @@ def test_plans_and_towers_compile_as_one_graph_each(tmp_path, case):
     recipe = tiny(tmp_path, *TOWERS, *CASES[case])
     state = start(recipe)
     batch = make_loader(recipe, state.encoder).batch(0)
-    noise = state.objective.draw(state.encoder, len(batch), Draws(state.device))
+    shape = state.objective.noise_shape(state.encoder)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    compiled_plan, compiled_encode = (
-        torch.compile(function, backend=counter, fullgraph=True, dynamic=False) for function in (make_plan, encode)
+    kind, plan = type(state.objective), Plan()
+    compiled_plan, compiled_images, compiled_words = (
+        torch.compile(function, backend=counter, fullgraph=True, dynamic=False)
+        for function in (kind.plan, kind.encode_images, DualEncoder.encode_words)
     )
-    plan = Plan() if noise is None else compiled_plan(state.objective, state.encoder, batch.images, noise, SINGLE)
-    found = compiled_encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
-    expected = encode(state.objective, state.encoder, batch.images, batch.tokens, plan)
+    if shape is not None:
+        noise = torch.rand(len(batch), *shape)
+        with torch.no_grad():
+            plan = compiled_plan(state.objective, state.encoder, batch.images, noise, SINGLE)
+    found = compiled_images(state.objective, state.encoder, batch.images, plan)
+    text, _ = compiled_words(state.encoder, batch.tokens, dense=state.objective.dense)
+    expected = state.towers(batch.images, batch.tokens, plan)
     torch.testing.assert_close(found.image, expected.image, atol=1e-5, rtol=1e-4)
-    assert counter.frame_count == (1 if noise is None else 2)
+    torch.testing.assert_close(text, expected.text, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == (2 if shape is None else 3)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -300,7 +306,7 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one(tmp_path, mini_corpus, sou
 def test_an_image_draws_the_same_numbers_on_any_number_of_ranks():
     def draw(rank: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(3)
-        return Draws(torch.device("cpu"), generator, Ranks(rank, count))(12 // count, 2, 5)
+        return draw_uniform((12 // count, 2, 5), torch.device("cpu"), generator, Ranks(rank, count))
 
     for count in (2, 3):
         assert torch.equal(torch.cat([draw(rank, count) for rank in range(count)]), draw(0, 1))

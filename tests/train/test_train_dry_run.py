@@ -79,7 +79,7 @@ def test_a_burst_on_a_cpu_grows_until_it_is_long_enough_and_is_extrapolated_in_a
 def test_kept_activations_grow_with_the_pairs_and_not_with_the_parameters(tmp_path):
     recipe = tiny(tmp_path)
     state = start(recipe)
-    two, six = (activation_bytes(recipe, state, synthetic_batch(recipe, state.encoder, pairs)) for pairs in (2, 6))
+    two, six = (activation_bytes(state, synthetic_batch(recipe, state.encoder, pairs)) for pairs in (2, 6))
     assert six == pytest.approx(two, rel=0.2)  # of one pair
     assert two < 4 * count(state.encoder)
 

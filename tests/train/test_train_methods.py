@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from tiny_run import same_weights, tiny
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from powerclip.data.batch import Batch
+from powerclip.encoders import DualEncoder, Features
 from powerclip.errors import UserError
-from powerclip.objectives import SETTINGS, encode
+from powerclip.objectives import SETTINGS, Objective, Plan
 from powerclip.train.data import make_loader
 from powerclip.train.loop import train, train_step
 from powerclip.train.metrics import read_metrics
@@ -97,6 +100,14 @@ def test_a_clips_teacher_continues_bit_equal(tmp_path):
     assert not torch.equal(one["teacher.proj"], whole.encoder.clip.visual.proj)
 
 
+def features_of(objective: Objective, encoder: DualEncoder, batch: Batch, noise: Tensor | None) -> Features:
+    """Everything that `Towers` runs for a batch, as one function."""
+    plan = Plan() if noise is None else objective.plan(encoder, batch.images, noise)
+    return encoder.join_features(
+        objective.encode_images(encoder, batch.images, plan), *encoder.encode_words(batch.tokens, dense=objective.dense)
+    )
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_method_compiles_as_one_graph_and_once_for_the_whole_run(tmp_path, name):
     recipe = recipe_of(tmp_path, name)
@@ -104,13 +115,14 @@ def test_every_method_compiles_as_one_graph_and_once_for_the_whole_run(tmp_path,
     batch = make_loader(recipe, state.encoder).batch(0)
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
-    compiled = torch.compile(encode, backend=counter, fullgraph=True, dynamic=False)
+    compiled = torch.compile(features_of, backend=counter, fullgraph=True, dynamic=False)
     for step in (0, 3, 7):
         state.objective.progress(step, 10)
         torch.manual_seed(step)
-        found = compiled(state.objective, state.encoder, batch.images, batch.tokens)
-        torch.manual_seed(step)
-        expected = encode(state.objective, state.encoder, batch.images, batch.tokens)
+        shape = state.objective.noise_shape(state.encoder)
+        noise = None if shape is None else torch.rand(len(batch), *shape)
+        found = compiled(state.objective, state.encoder, batch, noise)
+        expected = features_of(state.objective, state.encoder, batch, noise)
         torch.testing.assert_close(found.image, expected.image, atol=1e-5, rtol=1e-4)
     assert counter.frame_count == 1
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
 from tiny_run import tiny
 from torch._dynamo.testing import CompileCounter
 
-from powerclip.objectives import encode
+from powerclip.runtime.compile import compile_shapes
+from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.train import towers
 from powerclip.train.data import make_loader
 from powerclip.train.recipe import TrainSection
 from powerclip.train.state import start
-from powerclip.train.towers import compiled_encode, in_bf16, is_compiled, run_towers
+from powerclip.train.towers import Towers, compiled, in_bf16, is_compiled, make_towers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -30,25 +35,54 @@ def test_what_a_recipe_says_holds_on_any_device():
         assert not is_compiled(TrainSection(compile="never"), device)
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "ranks", "mode"),
+    [
+        ({}, GPU, SINGLE, "graphs"),
+        ({}, CPU, SINGLE, "none"),
+        ({}, GPU, Ranks(0, 2), "towers"),
+        ({"accumulate": 2}, GPU, SINGLE, "towers"),
+        ({"compile": "always"}, GPU, SINGLE, "towers"),
+        ({"compile": "always"}, CPU, SINGLE, "towers"),
+        ({"compile": "blocks"}, GPU, SINGLE, "blocks"),
+        ({"sharding": "full"}, GPU, SINGLE, "graphs"),
+        ({"sharding": "full"}, GPU, Ranks(0, 2), "blocks"),
+        ({"sharding": "full", "compile": "never"}, GPU, Ranks(0, 2), "none"),
+    ],
+)
+def test_graphs_are_for_one_rank_that_takes_a_batch_at_once(tmp_path, settings, device, ranks, mode):
+    state = start(tiny(tmp_path))
+    towers = make_towers(TrainSection(**settings), state.objective, state.encoder, device, ranks)
+    assert towers.compile_mode == mode
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
 def test_features_come_in_the_precision_of_the_recipe(tmp_path, precision, dtype):
     recipe = tiny(tmp_path, f"train.precision={precision}")
     state = start(recipe)
     batch = make_loader(recipe, state.encoder).batch(0)
-    found = run_towers(recipe.train, state.objective, state.encoder, batch.images, batch.tokens)
-    assert found.patches.dtype == dtype
+    assert state.towers(batch.images, batch.tokens).patches.dtype == dtype
 
 
-def test_towers_are_compiled_once_for_all_runs_of_one_structure(tmp_path):
+@pytest.fixture
+def counter(monkeypatch) -> Iterator[CompileCounter]:
+    """Counts what compiled towers compile, in place of a compiler."""
     counter = CompileCounter()
-    compiled = compiled_encode(counter)
+    monkeypatch.setattr(towers, "compile_shapes", partial(compile_shapes, backend=counter))
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    yield counter
+    compiled.cache_clear()
+
+
+def test_towers_are_compiled_once_for_all_runs_of_one_structure(tmp_path, counter):
     for seed in range(3):
         recipe = tiny(tmp_path, f"train.seed={seed}")
         state = start(recipe)
         batch = make_loader(recipe, state.encoder, compiled=True).batch(0)
         tokens = torch.nn.functional.pad(batch.tokens, (0, 40 - batch.tokens.shape[1]))
-        found = compiled(state.objective, state.encoder, batch.images, tokens)
-        expected = encode(state.objective, state.encoder, batch.images, tokens)
+        found = Towers(state.objective, state.encoder, compile="towers")(batch.images, tokens)
+        expected = Towers(state.objective, state.encoder)(batch.images, tokens)
         assert torch.allclose(found.image, expected.image, atol=1e-5)
         found.patches.sum().backward()
         if seed == 0:
@@ -57,18 +91,16 @@ def test_towers_are_compiled_once_for_all_runs_of_one_structure(tmp_path):
     assert counter.frame_count == first
 
 
-def test_a_new_caption_length_compiles_the_text_tower_alone(tmp_path):
-    counter = CompileCounter()
-    compiled = compiled_encode(counter)
+def test_a_new_caption_length_compiles_the_text_tower_alone(tmp_path, counter):
     recipe = tiny(tmp_path)
     state = start(recipe)
     batch = make_loader(recipe, state.encoder, compiled=True).batch(0)
     whole = torch.nn.functional.pad(batch.tokens, (0, 40 - batch.tokens.shape[1]))
     half = len(whole) // 2
-    expected = encode(state.objective, state.encoder, batch.images, whole)
+    expected = Towers(state.objective, state.encoder)(batch.images, whole)
     counts = []
     for tokens in (whole, (whole[:half, :32], whole[half:])):
-        found = compiled(state.objective, state.encoder, batch.images, tokens)
+        found = Towers(state.objective, state.encoder, compile="towers")(batch.images, tokens)
         assert torch.allclose(found.image, expected.image, atol=1e-5)
         assert torch.allclose(found.text, expected.text, atol=1e-5)
         counts.append(counter.frame_count)
