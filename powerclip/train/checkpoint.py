@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 FORMAT = "powerclip-checkpoint"
 VERSION = 1
@@ -90,12 +91,28 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def newest(folder: Path, warn: Callable[[str], None], *, required: bool = True) -> dict[str, Any] | None:
+def newest(
+    folder: Path, warn: Callable[[str], None], ranks: Ranks = SINGLE, *, required: bool = True
+) -> dict[str, Any] | None:
     """The newest good state in a folder, or None when it holds no checkpoint.
 
-    A bad file is reported to `warn` and renamed to `….refused`, so that it is neither read again nor counted among
-    those that are kept. When there are checkpoints and none is good: None, or a UserError when one is `required`.
+    The main rank looks for it, the others read the same. A bad file is reported to `warn` and renamed to `….refused`,
+    so that it is neither read again nor counted among those that are kept. When there are checkpoints and none is
+    good: None, or a UserError when one is `required`.
     """
+    found: list[dict[str, Any] | None] = []
+
+    def find() -> int | None:
+        found.append(_newest(folder, warn, required=required))
+        return None if found[0] is None else found[0]["step"]
+
+    step = ranks.broadcast(find)
+    if step is None or ranks.is_main:
+        return found[0] if found else None
+    return read(checkpoint_path(folder, step))
+
+
+def _newest(folder: Path, warn: Callable[[str], None], *, required: bool) -> dict[str, Any] | None:
     for leftover in folder.glob(".step-*.unfinished"):
         leftover.unlink(missing_ok=True)
     refused: list[tuple[Path, BadCheckpoint]] = []

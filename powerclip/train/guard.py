@@ -69,8 +69,8 @@ class Guard:
         self._most, self._modules, self._warn = most, tuple(modules), warn
         self._waiting: deque[_Seen] = deque()
 
-    def watch(self, step: int, terms: Terms, norm: Tensor) -> None:
-        """Look at a step that was just done; on a GPU at the one `LAG` before it."""
+    def check(self, step: int, terms: Terms, norm: Tensor) -> None:
+        """Check a step that was just done; on a GPU the one `LAG` before it, which the host need not wait for."""
         named = {"loss": terms.total, "gradient norm": norm, **terms.parts}
         values = torch.stack([value.detach().float() for value in named.values()])
         arrived = None
@@ -83,8 +83,8 @@ class Guard:
         while len(self._waiting) > (LAG if arrived else 0):
             self._look(self._waiting.popleft())
 
-    def settle(self) -> None:
-        """Look at every step that was done: before weights are written, and at the end."""
+    def flush(self) -> None:
+        """Check every step that was done: before weights are written, and at the end."""
         while self._waiting:
             self._look(self._waiting.popleft())
 

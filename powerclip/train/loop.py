@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -40,7 +40,19 @@ from powerclip.train.results import Results, read_results, seconds_per_step, wri
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
 from powerclip.train.statistics import CollapseDetector, StepTimer, batch_statistics, describe_terms, memory
-from powerclip.train.towers import is_compiled
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a recipe is run, where that does not change what is computed; see `train`."""
+
+    resume: bool | Literal["auto"] = False
+    overwrite: bool = False
+    quiet: bool = False
+    console: Console | None = None
+    evaluate: Evaluation | None = None
+    store: CorpusStore | None = None
+    on_step: Callable[[TrainState], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,215 +95,184 @@ def train(
         UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
         Preempted: SIGTERM asked for it; a checkpoint of the last step is written.
     """
+    options = RunOptions(resume, overwrite, quiet, console, evaluate, store, on_step)
     with explain_out_of_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
-        return run(
-            recipe,
-            RunFolder(Path(output)),
-            ranks,
-            resume=resume,
-            overwrite=overwrite,
-            quiet=quiet,
-            console=console,
-            evaluate=evaluate,
-            store=store,
-            on_step=on_step,
-        )
+        return run(recipe, RunFolder(Path(output)), ranks, options)
 
 
-def run(
-    recipe: Recipe,
-    folder: RunFolder,
-    ranks: Ranks,
-    *,
-    resume: bool | Literal["auto"],
-    overwrite: bool,
-    quiet: bool,
-    console: Console | None,
-    evaluate: Evaluation | None,
-    store: CorpusStore | None,
-    on_step: Callable[[TrainState], None] | None,
-) -> RunResult:
-    """`train` on one of the ranks; the first one writes and prints."""
-    began = time.perf_counter()
-    settings = recipe.train
-    required = resume != "auto"
-    resume = ranks.broadcast(lambda: should_resume(folder, recipe, resume, overwrite))
-    console = console if ranks.is_main else Console(quiet=True)
-    progress = Progress(folder.root.name, settings.steps, unit="step", every=0, quiet=quiet, console=console)
-    wandb = settings.wandb
-    if wandb:
+def run(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions) -> RunResult:
+    """`train` on one of the ranks; the main one writes and prints."""
+    resume = ranks.broadcast(lambda: folder.should_resume(recipe, options.resume, overwrite=options.overwrite))
+    console = options.console if ranks.is_main else Console(quiet=True)
+    steps = recipe.train.steps
+    progress = Progress(folder.root.name, steps, unit="step", every=0, quiet=options.quiet, console=console)
+    if recipe.train.wandb:
         require_wandb()
     # What can be wrong with a recipe shows here, before anything is written.
     ranks.raise_on_all(lambda: check_inputs(recipe))
     if resume and folder.finished:
         # Before the run is made: it may have been one for another machine.
-        device = ranks.raise_on_all(lambda: choose_device(settings.device, ranks))
+        device = ranks.raise_on_all(lambda: choose_device(recipe.train.device, ranks))
         progress.say(f"{folder.root} is finished: nothing to resume")
         return finished_run(folder, device)
-    state = ranks.raise_on_all(lambda: start(recipe, ranks))
-    note_squashing(recipe, state.encoder)
-    store = store or CorpusStore(progress.say)
-    compiled = is_compiled(settings, state.device)
-    loader = ranks.raise_on_all(
-        lambda: make_loader(
-            recipe,
-            state.encoder,
-            store=store,
-            device=state.device,
-            compiled=compiled,
-            ranks=ranks,
-            warn=progress.warn,
-        )
-    )
-    evaluate = evaluate or ranks.raise_on_all(lambda: make_evaluation(recipe, state.encoder, store))
-    recipe = with_steps(recipe, loader)
-    settings, progress.total = recipe.train, recipe.train.steps
-    guard = Guard(settings.max_skipped, (state.encoder, state.objective), progress.warn)
-    if resume:
-        folder.check_same(recipe)
-        saved = newest_state(folder, ranks, progress, required=required)
-        if saved is not None:
-            state.restore(saved)
-            guard.restore(saved.get("guard", {}))
-        progress.say(f"{folder.root} continues after step {state.step} of {settings.steps}")
-    elif ranks.is_main:
-        folder.begin(recipe)
+    return Trainer(recipe, folder, ranks, options, progress, resume=resume).run()
 
-    progress.skip(state.step)
-    log: MetricsLog | NullLogger = NullLogger()
-    writer: CheckpointWriter | NullLogger = NullLogger()
-    if ranks.is_main:
-        note_environment(folder.environment, state.step)
-        also = [WandbLog(wandb, recipe, folder.root, resumed=state.step > 0)] if wandb else []
-        log = MetricsLog(folder.metrics, folder.tensorboard, after=state.step, also=also)
-        writer = CheckpointWriter(folder.checkpoints, settings.keep, progress.warn)
-    mfu = Mfu(recipe, state.device, gpus=ranks.count)
-    collapse = CollapseDetector()
-    timer = StepTimer(state.step, settings.batch_size)
-    counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
-    values: dict[str, float] | None = None
-    try:
+
+class Trainer:
+    """One run on one of the ranks: all that lives from its first step to its last."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        ranks: Ranks,
+        options: RunOptions,
+        progress: Progress,
+        *,
+        resume: bool,
+    ):
+        self.began = time.perf_counter()
+        self.folder, self.ranks, self.options, self.progress = folder, ranks, options, progress
+        self.state = state = ranks.raise_on_all(lambda: start(recipe, ranks))
+        note_squashing(recipe, state.encoder)
+        store = options.store or CorpusStore(progress.say)
+        self.loader = ranks.raise_on_all(
+            lambda: make_loader(
+                recipe,
+                state.encoder,
+                store=store,
+                device=state.device,
+                compiled=state.unwrapped_towers.compile_mode != "none",
+                ranks=ranks,
+                warn=progress.warn,
+            )
+        )
+        self.evaluate = options.evaluate or ranks.raise_on_all(lambda: make_evaluation(recipe, state.encoder, store))
+        self.recipe = recipe = with_steps(recipe, self.loader)
+        progress.total = recipe.train.steps
+        self.guard = Guard(recipe.train.max_skipped, (state.encoder, state.objective), progress.warn)
+        if resume:
+            self.restore()
+        elif ranks.is_main:
+            folder.begin(recipe)
+        progress.skip(state.step)
+        self.timer = StepTimer(state.step, recipe.train.batch_size)
+        self.mfu = Mfu(recipe, state.device, gpus=ranks.count)
+        self.collapse = CollapseDetector()
+        self.counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
+        self.log: MetricsLog | NullLogger = NullLogger()
+        self.writer: CheckpointWriter | NullLogger = NullLogger()
+        if ranks.is_main:
+            self.open_files()
+
+    def restore(self) -> None:
+        """Continue from the newest good checkpoint, or from the first step where there is none."""
+        self.folder.check_same(self.recipe)
+        required = self.options.resume != "auto"
+        saved = checkpoint.newest(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
+        if saved is not None:
+            self.state.restore(saved)
+            self.guard.restore(saved.get("guard", {}))
+        total = self.recipe.train.steps
+        self.progress.say(f"{self.folder.root} continues after step {self.state.step} of {total}")
+
+    def open_files(self) -> None:
+        """Begin to write: the environment, the log and checkpoints."""
+        folder, settings, step = self.folder, self.recipe.train, self.state.step
+        note_environment(folder.environment, step)
+        also = [WandbLog(settings.wandb, self.recipe, folder.root, resumed=step > 0)] if settings.wandb else []
+        self.log = MetricsLog(folder.metrics, folder.tensorboard, after=step, also=also)
+        self.writer = CheckpointWriter(folder.checkpoints, settings.keep, self.progress.warn)
+
+    def run(self) -> RunResult:
+        """Take all steps, then save and evaluate the model."""
+        state, settings, folder = self.state, self.recipe.train, self.folder
+        try:
+            last = self.take_steps()
+            encoder = full_encoder(state.encoder).eval()
+            if settings.save_model and self.ranks.is_main:
+                save(encoder, folder.model)
+            scores = run_evaluation(self.evaluate, state) if self.evaluate else {}
+            if scores:
+                self.log.write(settings.steps, scores)
+        finally:
+            self.log.close()
+            self.writer.wait()
+        results = Results(
+            steps=settings.steps,
+            seconds=time.perf_counter() - self.began,
+            seconds_per_step=seconds_per_step(read_metrics(folder.metrics), settings.batch_size),
+            scores={name.removeprefix("evaluate/"): score for name, score in scores.items()},
+            last=last,
+        )
+        if self.ranks.is_main:
+            write_results(folder.results, results)
+        self.progress.say(f"{folder.root} finished after {settings.steps} steps ({duration(results.seconds)})")
+        if scores:
+            self.progress.say(f"{folder.root.name}  {describe(results.scores)}")
+        return RunResult(folder, encoder.eval(), results)
+
+    def take_steps(self) -> dict[str, float]:
+        """The loop. Gives what was logged at the last step."""
+        state, settings, evaluate = self.state, self.recipe.train, self.evaluate
+        values: dict[str, float] = {}
         with (
-            progress,
+            self.progress,
             Signals(settings.checkpoint_minutes) as signals,
-            closing(loader.stream(state.step, settings.steps)) as batches,
+            closing(self.loader.stream(state.step, settings.steps)) as batches,
         ):
-            for batch in timer.time_batches(batches):
-                rate, terms, norm = train_step(state, batch.to(state.device, non_blocking=True), recipe)
-                guard.watch(state.step, terms, norm)
-                collapse.add(terms.parts)
-                counts.update(batch.counts)
+            for batch in self.timer.time_batches(batches):
+                rate, terms, norm = train_step(state, batch.to(state.device, non_blocking=True), self.recipe)
                 step, last = state.step, state.step == settings.steps
-                request = StopRequest(ranks.max_int(signals.request()))
-                values = None
-                logged = last or step % settings.log_every == 0 or step == 1
-                kept = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
-                if logged:
-                    values = {
-                        "loss": float(terms.total.detach()),
-                        **{name: float(part) for name, part in terms.parts.items()},
-                        "lr": rate,
-                        "logit_scale": float(state.encoder.clip.logit_scale.detach().exp()),
-                        "grad_norm": float(norm),
-                        "skipped": guard.skipped,
-                        **timer.read(step),
-                        **ranks.mean_of(batch_statistics(batch)),
-                        **sum(ranks.collect(counts), Counter()),
-                        **memory(state.device),
-                    }
-                    values |= mfu.read(values["samples_per_second"], round(batch.padded_length))
-                    log.write(step, values)
-                    counts.clear()
-                progress.update(step, describe_terms(values) if values else None)
-                if logged and (warning := collapse.warning()):
-                    progress.warn(warning)
+                self.guard.check(step, terms, norm)
+                self.collapse.add(terms.parts)
+                self.counts.update(batch.counts)
+                request = StopRequest(self.ranks.max_int(signals.request()))
+                self.progress.update(step)
+                if last or step == 1 or step % settings.log_every == 0:
+                    values = self.log_step(batch, rate, terms, norm)
                 if evaluate and settings.evaluate_every and step % settings.evaluate_every == 0 and not last:
-                    with timer.pause():
-                        log.write(step, run_evaluation(evaluate, state))
-                if (kept or request) and not last:
-                    guard.settle()
-                    writer.write(step, {**state.snapshot(), "guard": guard.snapshot()})
+                    with self.timer.pause():
+                        self.log.write(step, run_evaluation(evaluate, state))
+                due = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
+                if (due or request) and not last:
+                    self.guard.flush()
+                    self.writer.write(step, {**state.snapshot(), "guard": self.guard.snapshot()})
                     signals.written()
                 if request is StopRequest.STOP and not last:
-                    writer.wait(needed=True)
+                    self.writer.wait(needed=True)
                     raise Preempted(f"stopped after step {step} of {settings.steps}, as asked")
-                if on_step:
-                    on_step(state)
-            guard.settle()
-        encoder = full_encoder(state.encoder).eval()
-        if settings.save_model and ranks.is_main:
-            save(encoder, folder.model)
-        scores = run_evaluation(evaluate, state) if evaluate else {}
-        if scores:
-            log.write(settings.steps, scores)
-    finally:
-        log.close()
-        writer.wait()
-    results = Results(
-        steps=settings.steps,
-        seconds=time.perf_counter() - began,
-        seconds_per_step=seconds_per_step(read_metrics(folder.metrics), settings.batch_size),
-        scores={name.removeprefix("evaluate/"): score for name, score in scores.items()},
-        last=values or {},
-    )
-    if ranks.is_main:
-        write_results(folder.results, results)
-    progress.say(f"{folder.root} finished after {settings.steps} steps ({duration(results.seconds)})")
-    if scores:
-        progress.say(f"{folder.root.name}  {describe(results.scores)}")
-    return RunResult(folder, encoder.eval(), results)
+                if self.options.on_step:
+                    self.options.on_step(state)
+            self.guard.flush()
+        return values
 
-
-def with_steps(recipe: Recipe, loader: BatchLoader) -> Recipe:
-    """The recipe with `train.steps` settled: where it gives epochs and no number of samples, the data are counted.
-
-    Raises:
-        UserError: the data have no end.
-    """
-    settings = recipe.train
-    if settings.epochs is None or recipe.data.samples is not None:
-        return recipe
-    steps = getattr(loader, "steps_per_epoch", None)
-    if steps is None:
-        raise UserError(
-            f"train.epochs: data.source {recipe.data.source} has no end; give train.steps, or data.samples for an epoch"
-        )
-    return replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
-
-
-def should_resume(folder: RunFolder, recipe: Recipe, resume: bool | Literal["auto"], overwrite: bool) -> bool:
-    """Whether the run in a folder is continued; UserError when it can neither be continued nor begun."""
-    resume = folder.holds_run() if resume == "auto" else resume
-    if resume:
-        folder.check_same(recipe, counted=False)
-    else:
-        folder.check_free(overwrite=overwrite)
-    return resume
-
-
-def newest_state(folder: RunFolder, ranks: Ranks, progress: Progress, *, required: bool) -> dict[str, Any] | None:
-    """The newest good checkpoint; the first rank looks for it, the others read the same."""
-    looked: list[dict[str, Any] | None] = []
-
-    def look() -> int | None:
-        looked.append(checkpoint.newest(folder.checkpoints, progress.warn, required=required))
-        return None if looked[0] is None else looked[0]["step"]
-
-    step = ranks.broadcast(look)
-    if step is None or ranks.is_main:
-        return looked[0] if looked else None
-    return checkpoint.read(checkpoint.checkpoint_path(folder.checkpoints, step))
-
-
-def finished_run(folder: RunFolder, device: torch.device) -> RunResult:
-    """The run that a folder holds, read back."""
-    if not folder.model.is_dir():
-        raise UserError(f"{folder.root} is finished and its model was not kept (train.save_model: false)")
-    return RunResult(folder, load(folder.model, device=device)[0], read_results(folder.results))
+    def log_step(self, batch: Batch, rate: float, terms: Terms, norm: Tensor) -> dict[str, float]:
+        """Log the step that was just done, show it, and give what was logged. Waits for the device."""
+        state, ranks = self.state, self.ranks
+        values = {
+            "loss": float(terms.total.detach()),
+            **{name: float(part) for name, part in terms.parts.items()},
+            "lr": rate,
+            "logit_scale": float(state.encoder.clip.logit_scale.detach().exp()),
+            "grad_norm": float(norm),
+            "skipped": self.guard.skipped,
+            **self.timer.read(state.step),
+            **ranks.mean_of(batch_statistics(batch)),
+            **sum(ranks.collect(self.counts), Counter()),
+            **memory(state.device),
+        }
+        values |= self.mfu.read(values["samples_per_second"], round(batch.padded_length))
+        self.counts.clear()
+        self.log.write(state.step, values)
+        self.progress.update(state.step, describe_terms(values))
+        if warning := self.collapse.warning():
+            self.progress.warn(warning)
+        return values
 
 
 def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, Terms, Tensor]:
-    """One update; gives the learning rate, the loss and the norm of its gradient. Nothing waits for the GPU."""
+    """One update; gives the learning rate, the loss and the norm of its gradient. There is no device sync."""
     steps = recipe.train.steps
     phase = state.objective.phase(state.step, steps)
     # Only the start of a run needs a warm-up.
@@ -349,6 +330,30 @@ def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
         finally:
             state.encoder.train()
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}
+
+
+def with_steps(recipe: Recipe, loader: BatchLoader) -> Recipe:
+    """The recipe with `train.steps` settled: where it gives epochs and no number of samples, the data are counted.
+
+    Raises:
+        UserError: the data have no end.
+    """
+    settings = recipe.train
+    if settings.epochs is None or recipe.data.samples is not None:
+        return recipe
+    steps = getattr(loader, "steps_per_epoch", None)
+    if steps is None:
+        raise UserError(
+            f"train.epochs: data.source {recipe.data.source} has no end; give train.steps, or data.samples for an epoch"
+        )
+    return replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+
+
+def finished_run(folder: RunFolder, device: torch.device) -> RunResult:
+    """The run that a folder holds, read back."""
+    if not folder.model.is_dir():
+        raise UserError(f"{folder.root} is finished and its model was not kept (train.save_model: false)")
+    return RunResult(folder, load(folder.model, device=device)[0], read_results(folder.results))
 
 
 @contextmanager

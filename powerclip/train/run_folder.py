@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
@@ -99,14 +100,23 @@ class RunFolder:
             raise UserError(f"{self.recipe}: not a text file; the run has to start again with --overwrite") from None
         return parse_recipe(text, str(self.recipe))
 
-    def check_same(self, recipe: Recipe, *, counted: bool = True) -> None:
+    def should_resume(self, recipe: Recipe, resume: bool | Literal["auto"], *, overwrite: bool) -> bool:
+        """Whether the run here is continued; UserError when it can neither be continued nor begun."""
+        resume = self.holds_run() if resume == "auto" else resume
+        if resume:
+            self.check_same(recipe, steps_known=False)
+        else:
+            self.check_free(overwrite=overwrite)
+        return resume
+
+    def check_same(self, recipe: Recipe, *, steps_known: bool = True) -> None:
         """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`.
 
-        `counted` says whether steps that follow from epochs are known yet.
+        `steps_known` says whether the steps that follow from epochs were counted yet.
         """
         if not self.recipe.is_file():
             raise UserError(f"nothing to resume in {self.root}; leave --resume out to begin a run there")
-        changed = differences(self.read_recipe(), recipe, counted=counted)
+        changed = differences(self.read_recipe(), recipe, counted=steps_known)
         if changed:
             shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             raise UserError(f"cannot resume {self.root} with another recipe ({shown})")

@@ -86,8 +86,8 @@ def test_each_row_of_bad_steps_is_warned_of_once_and_all_are_counted(device):
     warnings: list[str] = []
     watched = guard(3, warnings)
     for step, value in enumerate([1.0, math.nan, math.nan, 1.0, math.inf, 1.0]):
-        watched.watch(step, terms(value, device), torch.tensor(1.0, device=device))
-    watched.settle()  # a GPU is looked at two steps later
+        watched.check(step, terms(value, device), torch.tensor(1.0, device=device))
+    watched.flush()  # a GPU is checked two steps later
     assert watched.skipped == 3
     assert len(warnings) == 2
     assert "step 1: loss nan" in warnings[0]
@@ -98,12 +98,12 @@ def test_more_bad_steps_in_a_row_than_allowed_stop_the_run_with_what_is_wrong():
     module = model()
     module.bias.grad = torch.full((2,), math.nan)
     watched = guard(2, [], module)
-    watched.watch(1, terms(1.0), torch.tensor(math.nan))
-    watched.watch(2, terms(1.0), torch.tensor(math.nan))
+    watched.check(1, terms(1.0), torch.tensor(math.nan))
+    watched.check(2, terms(1.0), torch.tensor(math.nan))
     with pytest.raises(
         UserError, match=r"3 updates in a row, up to step 3.*gradients that are not finite: bias"
     ) as caught:
-        watched.watch(3, terms(1.0), torch.tensor(math.nan))
+        watched.check(3, terms(1.0), torch.tensor(math.nan))
     assert all(word in str(caught.value) for word in ("optim.lr", "train.max_skipped", "weights are finite"))
 
 
@@ -113,17 +113,17 @@ def test_weights_that_are_not_finite_stop_the_run_at_once():
         module.weight[0, 0] = math.nan
     assert not_finite([module]) == ["weight"]
     with pytest.raises(UserError, match=r"diverged at step 7.*no longer finite: weight"):
-        guard(5, [], module).watch(7, terms(math.nan), torch.tensor(math.nan))
+        guard(5, [], module).check(7, terms(math.nan), torch.tensor(math.nan))
 
 
 def test_a_guard_goes_on_counting_after_a_checkpoint():
     first, second = guard(3, []), guard(3, [])
     for step in (1, 2, 3):
-        first.watch(step, terms(math.nan), torch.tensor(1.0))
+        first.check(step, terms(math.nan), torch.tensor(1.0))
     second.restore(first.snapshot())
     assert second.skipped == 3
     with pytest.raises(UserError, match="4 updates in a row"):
-        second.watch(4, terms(math.nan), torch.tensor(1.0))
+        second.check(4, terms(math.nan), torch.tensor(1.0))
 
 
 def test_training_goes_on_after_a_bad_step_and_the_log_counts_it(tmp_path, monkeypatch):
