@@ -5,6 +5,11 @@ class UserError(Exception):
     """Bad input. The message says what is wrong, where, and what to do about it."""
 
 
+def first_line(error: BaseException) -> str:
+    """Another library's error, short enough to stand inside a message: its first line, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def nearest(word: str, known: list[str]) -> str:
     """A hint ` (did you mean 'x'?)` when `word` looks like one of `known`, else an empty string."""
     import difflib

@@ -26,7 +26,7 @@ def check_class_attention(visual: Any) -> None:
         raise UserError("attention scores need plain attention (leave scaled_cosine_attn out of the model config)")
 
 
-def walk_attention(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+def forward_attention(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
     """Pooled [C, D], before the projection, and the class token's attention [C, N], mean over heads and layers."""
     x = visual.ln_pre(torch.cat(embed_image(visual, images), dim=1))
     blocks = visual.transformer.resblocks

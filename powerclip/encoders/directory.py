@@ -15,10 +15,9 @@ import torch
 
 from powerclip.encoders.dual import DualEncoder
 from powerclip.encoders.models import Blueprint, assemble, named
-from powerclip.encoders.reason import reason
 from powerclip.encoders.transforms import Preprocess, Tokenizer, preprocess_for, tokenizer_for
 from powerclip.encoders.weights import WEIGHT_FILES, download, find_weights
-from powerclip.errors import UserError
+from powerclip.errors import UserError, first_line
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = WEIGHT_FILES[0]
@@ -141,4 +140,4 @@ def _to_device(model: DualEncoder, device: str | torch.device) -> DualEncoder:
     try:
         return model.to(device)
     except (AssertionError, RuntimeError) as error:
-        raise UserError(f"cannot use device {str(device)!r}: {reason(error)}") from error
+        raise UserError(f"cannot use device {str(device)!r}: {first_line(error)}") from error

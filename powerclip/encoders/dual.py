@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powerclip.encoders.features import Features, ImageFeatures
-from powerclip.encoders.projection import project
 from powerclip.encoders.selector import PatchSelector
-from powerclip.encoders.text import check_text_tower, text_tower, walk_text
-from powerclip.encoders.vision import check_vision_tower, dropout_selector, walk_image
+from powerclip.encoders.text import check_text_tower, forward_text, text_tower
+from powerclip.encoders.vision import check_vision_tower, dropout_selector, forward_image
 
 MAX_LOGIT_SCALE = math.log(100)  # as in CLIP: a larger scale makes training unstable
 
@@ -88,7 +87,7 @@ class DualEncoder(nn.Module):
         """The image tower's part of `forward`."""
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
-        pooled, patches, selection = walk_image(self.clip.visual, images, selector, dense=dense)
+        pooled, patches, selection = forward_image(self.clip.visual, images, selector, dense=dense)
         return ImageFeatures(
             image=self._image_embedding(pooled),
             patches=project(patches, self.clip.visual.proj),
@@ -109,22 +108,22 @@ class DualEncoder(nn.Module):
 
     def encode_image(self, images: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of whole images."""
-        return self._image_embedding(walk_image(self.clip.visual, images)[0])
+        return self._image_embedding(forward_image(self.clip.visual, images)[0])
 
     def encode_patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised global embeddings [C, D] and all patches [C, N, D] of whole images."""
-        pooled, patches, _ = walk_image(self.clip.visual, images)
+        pooled, patches, _ = forward_image(self.clip.visual, images)
         return self._image_embedding(pooled), project(patches, self.clip.visual.proj)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of captions."""
-        return self._text_embedding(walk_text(self.clip, tokens, self._pad_id)[0])
+        return self._text_embedding(forward_text(self.clip, tokens, self._pad_id)[0])
 
     def encode_words(self, tokens: Tensor | tuple[Tensor, ...], *, dense: bool = True) -> tuple[Tensor, Tensor]:
         """Normalised global embeddings [C, D] and words [C, L, D] of captions, in one group or in several."""
         if isinstance(tokens, tuple):
             return join_groups([self.encode_words(group, dense=dense) for group in tokens])
-        pooled, words = walk_text(self.clip, tokens, self._pad_id, dense=dense)
+        pooled, words = forward_text(self.clip, tokens, self._pad_id, dense=dense)
         return self._text_embedding(pooled), project(words, text_tower(self.clip).text_projection)
 
     @torch.no_grad()
@@ -148,3 +147,12 @@ def join_groups(groups: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     longest = max(words.shape[1] for _, words in groups)
     padded = [F.pad(words, (0, 0, 0, longest - words.shape[1])) for _, words in groups]
     return torch.cat([text for text, _ in groups]), torch.cat(padded)
+
+
+def project(features: Tensor, projection: nn.Linear | Tensor | None) -> Tensor:
+    """Map features [..., width] to the shared space; open_clip keeps a matrix, a linear layer or nothing."""
+    if projection is None:
+        return features
+    if isinstance(projection, nn.Linear):
+        return projection(features)
+    return features @ projection

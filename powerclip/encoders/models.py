@@ -13,9 +13,8 @@ import open_clip
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
 from powerclip.encoders.dual import DualEncoder
-from powerclip.encoders.reason import reason
 from powerclip.encoders.weights import download, load_weights
-from powerclip.errors import UserError, nearest
+from powerclip.errors import UserError, first_line, nearest
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     try:
         clip = kind(**arguments)
     except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"{source}: these towers cannot be built: {reason(error)}") from error
+        raise UserError(f"{source}: these towers cannot be built: {first_line(error)}") from error
     preprocess = merge_preprocess_dict(PreprocessCfg(), blueprint.preprocess)
     _check_preprocess(preprocess, source)
     open_clip.set_model_preprocess_cfg(clip, preprocess | {"size": clip.visual.image_size})

@@ -1,4 +1,4 @@
-"""The towers' attention as training runs it: open_clip's weights, fewer copies, and a kernel that can be trusted.
+"""The towers' attention as training runs it: open_clip's weights, fewer copies, and kernels without known faults.
 
 torch's `nn.MultiheadAttention` copies queries, keys and values on their way in, and their gradients on the way back: 10
 of 165 ms of a ViT-B/16's step on an H200. Fused kernels read them where the projection wrote them.
@@ -22,7 +22,7 @@ MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend
 
 
 class SelfAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` with another way through it where a sequence attends to itself."""
+    """`nn.MultiheadAttention` with a faster path where a sequence attends to itself."""
 
     def forward(
         self,
@@ -46,7 +46,7 @@ class SelfAttention(nn.MultiheadAttention):
             )
         packed = F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         if attn_mask is not None and attn_mask.ndim == 1:
-            return self.out_proj(attend_apart(packed, attn_mask).flatten(2)), None
+            return self.out_proj(attend_in_groups(packed, attn_mask).flatten(2)), None
         q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved
         if attn_mask is not None:
             # Torch's masks are [N, N], or [C·H, N, N] when rows differ.
@@ -57,8 +57,8 @@ class SelfAttention(nn.MultiheadAttention):
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
 
 
-def attend_apart(packed: Tensor, lengths: Tensor) -> Tensor:
-    """Each row's first tokens, `lengths` [C] of them, attend to each other, and so do the others [C, N, H, D/H].
+def attend_in_groups(packed: Tensor, lengths: Tensor) -> Tensor:
+    """Attention within two groups of each row: its first tokens, `lengths` [C] of them, and the rest; [C, N, H, D/H].
 
     Queries, keys and values come as the projection wrote them [C, N, 3, H, D/H].
     """
@@ -77,14 +77,14 @@ def attend_apart(packed: Tensor, lengths: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, together).transpose(1, 2)
 
 
-def attend_without_copies(towers: nn.Module) -> None:
-    """Let torch's attention layers in `towers` run as `SelfAttention` where they can. Weights stay as they are."""
+def use_packed_attention(towers: nn.Module) -> None:
+    """Turn torch's attention layers in `towers` into `SelfAttention` where possible; weights stay as they are."""
     for module in towers.modules():
-        if type(module) is nn.MultiheadAttention and _can(module):
+        if type(module) is nn.MultiheadAttention and _is_plain(module):
             module.__class__ = SelfAttention
 
 
-def _can(attention: Any) -> bool:
+def _is_plain(attention: Any) -> bool:
     """Whether an attention layer is the plain kind that open_clip makes."""
     plain = attention.batch_first and attention.dropout == 0 and attention.bias_k is None
     return plain and attention._qkv_same_embed_dim and not attention.add_zero_attn

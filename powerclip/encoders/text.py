@@ -1,4 +1,4 @@
-"""One walk through open_clip's text transformer that reads captions only as long as they are.
+"""A forward pass through open_clip's text transformer that reads captions only as long as they are.
 
 A causal tower never looks ahead, so what follows the end of a caption changes none of its embeddings and need not be
 there. A tower that does look ahead, or that pools the last position, gets its captions padded to the full length.
@@ -65,7 +65,7 @@ def trim(tokens: Tensor) -> Tensor:
     return tokens[:, : int(tokens.argmax(dim=1).max()) + 1]
 
 
-def walk_text(clip: Any, tokens: Tensor, pad_id: int = 0, *, dense: bool = True) -> tuple[Tensor, Tensor]:
+def forward_text(clip: Any, tokens: Tensor, pad_id: int = 0, *, dense: bool = True) -> tuple[Tensor, Tensor]:
     """Pooled [C, D] and words [C, L, D], both after ln_final and before the projection. Without `dense`, no words."""
     tower = text_tower(clip)
     length = tokens.shape[1]

@@ -12,8 +12,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor
 
 from powerclip.encoders.dual import DualEncoder
-from powerclip.encoders.reason import reason
-from powerclip.errors import UserError
+from powerclip.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,7 +49,7 @@ def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenize
         try:
             return SimpleTokenizer(context_length=model.context_length, **options)
         except TypeError as error:
-            raise UserError(f"text_cfg.tokenizer_kwargs: {reason(error)}") from error
+            raise UserError(f"text_cfg.tokenizer_kwargs: {first_line(error)}") from error
     stored = directory is not None and any(directory.glob("tokenizer*"))
     try:
         return HFTokenizer(
@@ -61,4 +60,4 @@ def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenize
         )
     # transformers, the hub and the network raise a dozen unrelated types.
     except Exception as error:
-        raise UserError(f"could not get the tokenizer {directory if stored else name}: {reason(error)}") from error
+        raise UserError(f"could not get the tokenizer {directory if stored else name}: {first_line(error)}") from error

@@ -1,7 +1,7 @@
-"""One walk through open_clip's vision transformer that yields the global and the dense features.
+"""A forward pass through open_clip's vision transformer that gives the global and the dense features.
 
 open_clip's own forward pass returns the patches without the final norm for some poolings and has no place for a
-selector, so the walk is ours; the modules, and so the numbers, are open_clip's.
+selector, so this one is ours; the modules, and so the numbers, are open_clip's.
 
 Axes: C pairs · N patches · n patches that stay · D the tower's own width
 """
@@ -57,13 +57,15 @@ def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
     if tuple(images.shape[-2:]) != tuple(visual.image_size):
         found, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {found} pixels, the model reads {expected}: set the data's image size to match")
-    patches = as_product(visual.conv1, images) if images.is_cuda else visual.conv1(images).flatten(2).transpose(1, 2)
+    patches = (
+        conv_as_linear(visual.conv1, images) if images.is_cuda else visual.conv1(images).flatten(2).transpose(1, 2)
+    )
     position = visual.positional_embedding.to(patches.dtype)
     first = visual.class_embedding.to(patches.dtype).expand(patches.shape[0], 1, -1) + position[:1]
     return first, patches + position[1:]
 
 
-def as_product(convolution: Any, images: Tensor) -> Tensor:
+def conv_as_linear(convolution: Any, images: Tensor) -> Tensor:
     """The patch embedding's convolution as the matrix product that it is [C, N, D].
 
     cuDNN has no fast kernel for a stride as long as the window: on an H200 it took 7 of 167 ms of a ViT-B/16's step.
@@ -75,7 +77,7 @@ def as_product(convolution: Any, images: Tensor) -> Tensor:
     return F.linear(pixels, convolution.weight.flatten(1), convolution.bias)
 
 
-def walk_image(
+def forward_image(
     visual: Any, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True
 ) -> tuple[Tensor, Tensor, Selection | None]:
     """Pooled [C, D] and patches [C, n, D], both after ln_post and before the projection, and which patches stayed.
@@ -87,13 +89,13 @@ def walk_image(
     if selector is not None:
         chosen = selector(PatchContext(images, patches))
         selection = chosen if isinstance(chosen, Selection) else Selection(chosen)
-        apart = selection.shown is not None and _attends_apart(visual, selection.kept.shape[1])
-        selection = shown_first(selection) if apart else selection
+        by_length = selection.shown is not None and _takes_lengths(visual, selection.kept.shape[1])
+        selection = shown_first(selection) if by_length else selection
         shown = selection.shown
         patches = keep_patches(patches, selection.kept)
 
     x = visual.ln_pre(torch.cat([first, patches], dim=1))
-    if shown is not None and apart:
+    if shown is not None and by_length:
         mask = (1 + shown.sum(1)).to(x.dtype)
     elif shown is not None:
         mask = _hiding_mask(shown, visual.transformer.resblocks[0].attn.num_heads, x.dtype)
@@ -125,8 +127,11 @@ def shown_first(selection: Selection) -> Selection:
     return Selection(selection.kept.gather(1, order), selection.shown.gather(1, order))
 
 
-def _attends_apart(visual: Any, patches: int) -> bool:
-    """Whether the tower's attention takes a number of tokens instead of a mask: bf16 counts up to 256."""
+def _takes_lengths(visual: Any, patches: int) -> bool:
+    """Whether the tower's attention can take a number of tokens for each image instead of a mask.
+
+    The number travels as bf16, which counts up to 256.
+    """
     blocks = visual.transformer.resblocks
     return patches < 256 and all(isinstance(getattr(block, "attn", None), SelfAttention) for block in blocks)
 

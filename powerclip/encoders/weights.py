@@ -10,8 +10,7 @@ from open_clip.factory import load_state_dict
 from open_clip.model import convert_to_custom_text_state_dict
 from torch import Tensor, nn
 
-from powerclip.encoders.reason import reason
-from powerclip.errors import UserError
+from powerclip.errors import UserError, first_line
 
 # The order of preference is open_clip's own, so that both read the same file of a directory that holds several.
 WEIGHT_FILES = (
@@ -49,7 +48,7 @@ def download(pretrained: dict[str, Any], what: str) -> Path:
         return Path(open_clip.download_pretrained(pretrained))
     # The hub, its cache and the network raise a dozen unrelated types.
     except Exception as error:
-        raise UserError(f"could not download {what}: {reason(error)}") from error
+        raise UserError(f"could not download {what}: {first_line(error)}") from error
 
 
 def load_weights(clip: nn.Module, path: Path, source: str, *, convert: bool = False) -> None:
@@ -70,7 +69,7 @@ def load_weights(clip: nn.Module, path: Path, source: str, *, convert: bool = Fa
             open_clip.load_checkpoint(clip, str(path))
         # A damaged file surfaces as anything from EOFError to UnpicklingError to SafetensorError.
         except Exception as error:
-            cause = _differences(clip, _read(path)) or reason(error)
+            cause = _differences(clip, _read(path)) or first_line(error)
             raise UserError(f"{path}: these weights do not fit {source}: {cause}") from error
         return
     weights = _read(path)

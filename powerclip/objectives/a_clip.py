@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from powerclip.encoders.attention import check_class_attention, walk_attention
+from powerclip.encoders.attention import check_class_attention, forward_attention
+from powerclip.encoders.dual import project
 from powerclip.encoders.features import Features, ImageFeatures
-from powerclip.encoders.projection import project
-from powerclip.encoders.vision import walk_image
+from powerclip.encoders.vision import forward_image
 from powerclip.errors import UserError
 from powerclip.objectives.base import Objective, Plan, Terms
 from powerclip.objectives.batch_norm import batch_norm
@@ -140,11 +140,11 @@ class AClip(Objective):
         with torch.no_grad():
             one, other = plan.crops.unbind(dim=1)
             both = cover(one, other)
-            seen, scores = walk_attention(self.teacher, take_crops(images, both))
+            seen, scores = forward_attention(self.teacher, take_crops(images, both))
             moved = torch.cat([resample_scores(scores, encoder.grid, both, view) for view in (one, other)])
             kept = select_attentive(moved, encoder.grid, settings.keep, settings.cell)
             views = torch.cat([take_crops(images, view) for view in (one, other)])
-        pooled, patches, _ = walk_image(visual, views, lambda context: kept, dense=self.dense)
+        pooled, patches, _ = forward_image(visual, views, lambda context: kept, dense=self.dense)
         first, second = F.normalize(project(pooled, visual.proj), dim=-1).split(count)
         return ImageFeatures(
             image=first,

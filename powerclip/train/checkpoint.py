@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powerclip.errors import UserError
+from powerclip.errors import UserError, first_line
 from powerclip.runtime.distributed import SINGLE, Ranks
 
 FORMAT = "powerclip-checkpoint"
@@ -80,8 +80,7 @@ def read(path: Path) -> dict[str, Any]:
     except zipfile.BadZipFile:
         raise BadCheckpoint(f"{path}: torn or not a checkpoint at all") from None
     except Exception as error:  # a damaged archive can fail in any of the readers' ways
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadCheckpoint(f"{path}: cannot be read as a checkpoint ({reason})") from None
+        raise BadCheckpoint(f"{path}: cannot be read as a checkpoint ({first_line(error)})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise BadCheckpoint(f"{path}: not a checkpoint of powerclip train")
     if state.get("version") != VERSION:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from powerclip.alignment.backends import choose_backend
 from powerclip.encoders import DualEncoder, build
-from powerclip.encoders.self_attention import attend_without_copies
+from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
@@ -83,7 +83,7 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     random.seed(settings.seed)
     torch.manual_seed(settings.seed % 2**63)  # seeds of any size, as everywhere
     encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
-    attend_without_copies(encoder)
+    use_packed_attention(encoder)
     if settings.checkpoint_activations:
         encoder.clip.set_grad_checkpointing(True)
     if encoder.clip.logit_bias is not None:

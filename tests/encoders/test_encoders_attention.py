@@ -5,8 +5,8 @@ import torch
 from tiny_towers import VARIANTS, captions, tiny_config
 
 from powerclip.encoders import Selection, build
-from powerclip.encoders.attention import check_class_attention, class_attention, walk_attention
-from powerclip.encoders.vision import walk_image
+from powerclip.encoders.attention import check_class_attention, class_attention, forward_attention
+from powerclip.encoders.vision import forward_image
 from powerclip.errors import UserError
 
 SHOWN = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
@@ -36,15 +36,15 @@ def test_every_image_gets_its_own_mask_whatever_its_neighbours_hide(images):
     torch.manual_seed(0)
     model = build(config=tiny_config()).eval()
     order = torch.tensor([2, 0, 1])
-    one = walk_image(model.clip.visual, images, lambda context: Selection(KEPT, SHOWN))[0]
-    other = walk_image(model.clip.visual, images[order], lambda context: Selection(KEPT[order], SHOWN[order]))[0]
+    one = forward_image(model.clip.visual, images, lambda context: Selection(KEPT, SHOWN))[0]
+    other = forward_image(model.clip.visual, images[order], lambda context: Selection(KEPT[order], SHOWN[order]))[0]
     torch.testing.assert_close(one[order], other)
 
 
 def test_no_gradient_reaches_a_hidden_patch(images):
     model = build(config=tiny_config())
     images = images.clone().requires_grad_()
-    pooled, _, _ = walk_image(model.clip.visual, images, lambda context: Selection(KEPT, SHOWN))
+    pooled, _, _ = forward_image(model.clip.visual, images, lambda context: Selection(KEPT, SHOWN))
     (gradient,) = torch.autograd.grad(pooled[:, 0].sum(), images)
     assert gradient.isfinite().all()
     patches = gradient.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum((1, 4, 5)).flatten(1)  # [C, N]
@@ -56,8 +56,8 @@ def test_no_gradient_reaches_a_hidden_patch(images):
 def test_the_attention_walk_gives_the_towers_own_embedding(variant, images):
     torch.manual_seed(0)
     visual = build(config=tiny_config(variant)).eval().clip.visual
-    pooled, scores = walk_attention(visual, images)
-    torch.testing.assert_close(pooled, walk_image(visual, images)[0])
+    pooled, scores = forward_attention(visual, images)
+    torch.testing.assert_close(pooled, forward_image(visual, images)[0])
     assert scores.shape == (3, 24)
     assert (scores > 0).all()
     assert (scores.sum(1) < 1).all()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tiny_towers import VARIANTS, captions, tiny_config
 
 from powerclip.encoders import DualEncoder, Features, build
-from powerclip.encoders.vision import as_product
+from powerclip.encoders.vision import conv_as_linear
 from powerclip.errors import UserError
 
 
@@ -167,4 +167,4 @@ def test_the_patch_embedding_is_a_matrix_product(bias):
     convolution = torch.nn.Conv2d(3, 8, (4, 6), (4, 6), bias=bias)
     images = torch.randn(2, 3, 12, 18)
     expected = convolution(images).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(as_product(convolution, images), expected)
+    torch.testing.assert_close(conv_as_linear(convolution, images), expected)

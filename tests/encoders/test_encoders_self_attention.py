@@ -8,15 +8,15 @@ from tiny_towers import VARIANTS, captions, tiny_config
 from torch import nn
 
 from powerclip.encoders import Selection, build
-from powerclip.encoders.self_attention import SelfAttention, attend_apart, attend_without_copies
-from powerclip.encoders.vision import walk_image
+from powerclip.encoders.self_attention import SelfAttention, attend_in_groups, use_packed_attention
+from powerclip.encoders.vision import forward_image
 
 
 def pair(variant="clip"):
     torch.manual_seed(0)
     plain = build(config=tiny_config(variant)).train()
     packed = copy.deepcopy(plain)
-    attend_without_copies(packed)
+    use_packed_attention(packed)
     return plain, packed
 
 
@@ -49,7 +49,7 @@ def test_each_image_hides_its_own_patches(images):
     kept = torch.tensor([[0, 3, 8], [1, 2, 5], [4, 6, 7]])
     shown = torch.tensor([[True, True, True], [True, False, True], [False, False, True]])
     found = [
-        walk_image(model.clip.visual, images, lambda context: Selection(kept, shown))[0] for model in (plain, packed)
+        forward_image(model.clip.visual, images, lambda context: Selection(kept, shown))[0] for model in (plain, packed)
     ]
     torch.testing.assert_close(*found)
 
@@ -57,7 +57,7 @@ def test_each_image_hides_its_own_patches(images):
 def test_tokens_that_are_not_there_change_nothing():
     torch.manual_seed(0)
     holder = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=True)])
-    attend_without_copies(holder)
+    use_packed_attention(holder)
     x, lengths = torch.randn(3, 6, 16), torch.tensor([6, 1, 4])
     found = holder[0](x, x, x, need_weights=False, attn_mask=lengths.float())[0]
     for row, length in enumerate(lengths.tolist()):
@@ -72,7 +72,7 @@ def test_on_a_gpu_sequences_lie_end_to_end():
     packed = torch.randn(4, 9, 3, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     lengths = torch.tensor([9, 1, 4, 8], device="cuda")
     expected = packed.detach().float().requires_grad_()
-    found, other = attend_apart(packed, lengths), attend_apart(expected, lengths)
+    found, other = attend_in_groups(packed, lengths), attend_in_groups(expected, lengths)
     torch.testing.assert_close(found.float(), other, atol=0.02, rtol=0.02)
     weights = torch.randn_like(other)
     (found.float() * weights).sum().backward()
@@ -84,7 +84,7 @@ def test_weights_and_other_keys_take_torchs_own_way():
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(16, 2, batch_first=True)
     holder = nn.ModuleList([copy.deepcopy(layer)])
-    attend_without_copies(holder)
+    use_packed_attention(holder)
     x, y = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     torch.testing.assert_close(holder[0](x, x, x), layer(x, x, x))
     torch.testing.assert_close(holder[0](x, y, y, need_weights=False)[0], layer(x, y, y, need_weights=False)[0])
@@ -93,14 +93,14 @@ def test_weights_and_other_keys_take_torchs_own_way():
 @pytest.mark.parametrize("settings", [{"batch_first": False}, {"dropout": 0.1}, {"kdim": 8, "vdim": 8}])
 def test_layers_of_another_kind_are_left_alone(settings):
     holder = nn.ModuleList([nn.MultiheadAttention(16, 2, **({"batch_first": True} | settings))])
-    attend_without_copies(holder)
+    use_packed_attention(holder)
     assert type(holder[0]) is nn.MultiheadAttention
 
 
 def test_it_compiles_into_one_graph():
     torch.manual_seed(0)
     holder = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=True)])
-    attend_without_copies(holder)
+    use_packed_attention(holder)
     x = torch.randn(2, 5, 16)
     mask = torch.full((5, 5), -torch.inf).triu(1)
 

@@ -154,7 +154,7 @@ def test_the_patches_that_stay_are_those_that_the_teacher_attends_to(monkeypatch
     scores[:, [2, 3, 6, 7]] = 1.0  # the upper right cell of 2 × 2 patches
     scores[:, [8, 9, 12, 13]] = 0.5  # the lower left one
     monkeypatch.setattr(
-        "powerclip.objectives.a_clip.walk_attention", lambda visual, images: (torch.ones(3, 32), scores)
+        "powerclip.objectives.a_clip.forward_attention", lambda visual, images: (torch.ones(3, 32), scores)
     )
     found = encode(objective, encoder, batch)
     assert found.kept.tolist() == [[2, 3, 6, 7, 8, 9, 12, 13]] * 3
