@@ -2,7 +2,6 @@
 
     python benchmarks/alignment.py           # on a GPU: 512 images against 4,096 captions, as one rank of eight has
     python benchmarks/alignment.py --tiny    # a few seconds on a CPU: shows that it works, measures nothing
-    python benchmarks/alignment.py --tune    # on a GPU: launch settings of the fused NLA kernel, printed, best last
 
 Writes a JSON file, a Markdown table and a plot (the paper's "time against number of masks", with the exact kernel), all
 of them anew after every sweep. What fails or does not fit is a row that says so.
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +28,17 @@ from torch import Tensor
 
 from powerclip.alignment.backends import triton_obstacle
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.monte_carlo import monte_carlo_r2t
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import score_all
 
 MOST_ENUMERATED = 2**35  # similarities of sets that the reference is asked for; beyond, it is left out as too slow
-DRAWN_SETS, DRAWN_IMAGES = 256, 8  # by Monte Carlo; images at a time
-ROW_SECONDS = 0.4  # of repetitions; a way to score that takes longer is repeated twice
+ROW_SECONDS = 0.4  # of repetitions; what takes longer is repeated twice
 # Where what takes long to compile is measured: inductor takes 10 to 20 s for each number of regions and, apart from the
 # others, for the gradient.
 COMPILED_AT = {"nla": (5, 10, 16), "nla + gradient": (10,)}
 GRADIENT_AT = (5, 10, 16)
 
-WHATS = ("gemm", "nla", "nla + gradient", "exact", "monte carlo")
+WHATS = ("gemm", "nla", "nla + gradient", "exact")
 BACKENDS = ("reference", "torch", "triton")
 
 
@@ -68,8 +64,7 @@ class Row:
     ms: float | None = None
     spread: float | None = None
     gib: float | None = None
-    error: float | None = None  # largest, relative to the largest score: against float64, or of what was drawn
-    gemm_share: float | None = None  # of the bare product's rate
+    error: float | None = None  # largest against float64, relative to the largest score
     target: str = ""  # that this row was to reach, and whether it did
     note: str = ""
 
@@ -94,7 +89,6 @@ class Sweep(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small sizes, two repetitions")
-    parser.add_argument("--tune", action="store_true", help="try launch settings of the fused kernel instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row later; it is noted as left out")
@@ -105,9 +99,6 @@ def main() -> None:
     limits = Limits(arguments.repeats, MOST_ENUMERATED, time.monotonic() + arguments.seconds)
     if arguments.tiny:
         limits = replace(limits, repeats=2, most=2**22)
-    if arguments.tune:
-        tune(base, device, limits, TUNED[:2] if arguments.tiny else TUNED)
-        return
     name = "alignment-tiny" if arguments.tiny else f"alignment-{device.type}"
     save = functools.partial(report, base, arguments.output, name, origin())
     # Ended by a time limit it writes what it has, as after Ctrl-C.
@@ -142,7 +133,7 @@ def sweeps(base: Size, *, tiny: bool) -> tuple[Sweep, ...]:
 
 
 def measured(sweep: Sweep, size: Size, device: torch.device, limits: Limits) -> Iterator[Row]:
-    """One row for each way to score at this size."""
+    """One row for each operator and backend at this size."""
     regions, nodes, segments = example(size, device)
 
     def tried(row: Row, run: Callable[[], object], check: Callable[[], float] | None = None) -> Row:
@@ -150,29 +141,23 @@ def measured(sweep: Sweep, size: Size, device: torch.device, limits: Limits) -> 
             return replace(row, note="left out: no time")
         return timed(row, run, check, device, limits.repeats)
 
-    bare = None
     if not sweep.compiled:
         by_region, half = regions.bfloat16().flatten(0, 1), nodes.bfloat16()
-        bare = tried(Row(sweep.name, "gemm", "torch", "bf16", size), lambda: half @ by_region.T)
-        yield bare
-    for what, backend, dtype in ways(sweep, size):
+        yield tried(Row(sweep.name, "gemm", "torch", "bf16", size), lambda: half @ by_region.T)
+    for what, backend in variants(sweep, size):
         config = AlignmentConfig(aggregation="exact" if what == "exact" else "nla", backend=backend)
-        row = Row(sweep.name, what, backend, str(dtype).removeprefix("torch."), size)
+        row = Row(sweep.name, what, backend, "float32", size)
         obstacle = left_out(config, size, len(nodes), device, limits.most)
         if obstacle:
             yield replace(row, note=obstacle)
             continue
-        inputs = regions.to(dtype), nodes.to(dtype), segments, config
+        inputs = regions, nodes, segments, config
         score = with_gradient if "gradient" in what else plain
-        row = tried(row, functools.partial(score, *inputs), functools.partial(error, *inputs))
-        yield judged(row, bare)
-    if size.regions > 16 and not sweep.compiled:
-        row = Row(sweep.name, "monte carlo", "torch", "float32", size, note=f"R2T only, {DRAWN_SETS} sets")
-        yield tried(row, lambda: drawn(regions, nodes, segments), lambda: drawn_error(regions, nodes, segments))
+        yield judged(tried(row, functools.partial(score, *inputs), functools.partial(error, *inputs)))
 
 
-def ways(sweep: Sweep, size: Size) -> Iterator[tuple[str, str, torch.dtype]]:
-    """What is measured of a sweep at this size: what, backend, dtype."""
+def variants(sweep: Sweep, size: Size) -> Iterator[tuple[str, str]]:
+    """What is measured of a sweep at this size: what, backend."""
     large = size.images == BASE.images
     for what, backend in itertools.product(("nla", "nla + gradient", "exact"), BACKENDS):
         if (backend == "torch") != sweep.compiled:
@@ -181,9 +166,7 @@ def ways(sweep: Sweep, size: Size) -> Iterator[tuple[str, str, torch.dtype]]:
             continue
         if large and backend == "torch" and size.regions not in COMPILED_AT.get(what, COMPILED_AT["nla"]):
             continue
-        yield what, backend, torch.float32
-        if (backend, what) == ("triton", "nla"):
-            yield what, backend, torch.bfloat16
+        yield what, backend
 
 
 def example(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
@@ -196,7 +179,7 @@ def example(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Segments]
 
 
 def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.device, most: int) -> str:
-    """Why a way to score is not measured; empty when it is."""
+    """Why a variant is not measured; empty when it is."""
     if config.backend == "triton":
         if device.type != "cuda":
             return "needs a GPU"
@@ -232,19 +215,6 @@ def error(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentC
     return float((score_all(few, some, part, config) - exact).abs().max() / exact.abs().max())
 
 
-@torch.no_grad()
-def drawn(regions: Tensor, nodes: Tensor, segments: Segments) -> None:
-    for few in regions.split(DRAWN_IMAGES):
-        monte_carlo_r2t(torch.einsum("bmd,td->tbm", few, nodes), segments, DRAWN_SETS)
-
-
-@torch.no_grad()
-def drawn_error(regions: Tensor, nodes: Tensor, segments: Segments) -> float:
-    """The largest standard error of the first images' scores."""
-    found = monte_carlo_r2t(torch.einsum("bmd,td->tbm", regions[:DRAWN_IMAGES], nodes), segments, DRAWN_SETS)
-    return float(found.standard_error.max() / found.mean.abs().max())
-
-
 def timed(
     row: Row, run: Callable[[], object], check: Callable[[], float] | None, device: torch.device, repeats: int
 ) -> Row:
@@ -254,8 +224,8 @@ def timed(
         run()  # compiles
         began = waited(device)
         run()
-        found = measure(run, device, max(2, min(repeats, int(ROW_SECONDS / (waited(device) - began)))), warmup=0)
-        row = replace(row, ms=found.ms, spread=found.spread, gib=found.gib)
+        measured = measure(run, device, max(2, min(repeats, int(ROW_SECONDS / (waited(device) - began)))), warmup=0)
+        row = replace(row, ms=measured.ms, spread=measured.spread, gib=measured.gib)
         return row if check is None else replace(row, error=check())
     except Exception as problem:
         note = failure(problem)
@@ -266,7 +236,7 @@ def timed(
 
 
 def waited(device: torch.device) -> float:
-    """The time when the device has done what it was asked for."""
+    """The time after a device sync."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -280,25 +250,21 @@ def failure(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {first}".replace("|", "/")[:80]
 
 
-def judged(row: Row, bare: Row | None) -> Row:
-    """The row beside the bare product of the same size, and beside what we set out to reach on an H200."""
+def judged(row: Row) -> Row:
+    """The row beside the target of the exact kernel on an H200."""
     if row.backend != "triton" or row.note.startswith("left out"):
         return row
-    if row.dtype == "bfloat16" and row.ms and bare is not None and bare.ms:
-        row = replace(row, gemm_share=bare.ms / row.ms)
-    goals = {
+    targets = {
         ("exact", BASE): ("≤ 5 ms", row.ms is not None and row.ms <= 5),
         ("exact", replace(BASE, regions=14)): ("runs", row.ms is not None),
     }
-    if row.dtype == "bfloat16":
-        goals["nla", BASE] = ("≥ 50 % of gemm", (row.gemm_share or 0) >= 0.5)
-    if (row.what, row.size) not in goals:
+    if (row.what, row.size) not in targets:
         return row
-    goal, met = goals[row.what, row.size]
-    return replace(row, target=f"{goal}: {'met' if met else 'missed'}")
+    target, met = targets[row.what, row.size]
+    return replace(row, target=f"{target}: {'met' if met else 'missed'}")
 
 
-HEADS = ["sweep", "what", "backend", "dtype", "C", "M", "K", "ms", "±", "GiB", "error", "rate / gemm", "target", "note"]
+HEADS = ["sweep", "what", "backend", "dtype", "C", "M", "K", "ms", "±", "GiB", "error", "target", "note"]
 
 
 def cells(row: Row) -> list[str]:
@@ -307,17 +273,17 @@ def cells(row: Row) -> list[str]:
 
     named = [row.sweep, row.what, row.backend, row.dtype, row.size.captions, row.size.regions, row.size.nodes]
     values = [number(row.ms, ".3g"), number(row.spread, ".2g"), number(row.gib, ".2f"), number(row.error, ".0e")]
-    return [*map(str, named), *values, number(row.gemm_share, ".0%"), row.target, row.note]
+    return [*map(str, named), *values, row.target, row.note]
 
 
 def report(base: Size, folder: Path, name: str, made: dict[str, str], rows: Sequence[Row]) -> Path:
     """Write all rows so far; gives the path without its ending."""
 
-    def place(row: Row) -> tuple[Any, ...]:
+    def order(row: Row) -> tuple[Any, ...]:
         size = row.size.regions, row.size.nodes, row.size.captions
         return "MKC".index(row.sweep), *size, WHATS.index(row.what), BACKENDS.index(row.backend)
 
-    rows = sorted(rows, key=place)
+    rows = sorted(rows, key=order)
     text = f"# Scoring all pairs\n\n{base.images} images, D = {base.width}; error relative to the largest score; "
     text += "gemm: the bare product of nodes and regions\n\n"
     text += markdown([cells(row) for row in rows], HEADS)
@@ -335,15 +301,13 @@ class Line(NamedTuple):
     style: str = "o-"
 
 
-# Approximations blue, what enumerates or draws sets orange, from the plainest to the kernels.
+# Approximations blue, what enumerates sets orange, from the plainest to the kernels.
 LINES = (
     Line("exact", "reference", "float32", "exact, sets enumerated", "#e6a15c", "s--"),
-    Line("monte carlo", "torch", "float32", f"exact R2T, {DRAWN_SETS} sets drawn", "#c98a00", "D:"),
     Line("exact", "triton", "float32", "exact, kernel", "#c2410c"),
     Line("nla", "reference", "float32", "NLA, formulas", "#8fb8e8", "s--"),
     Line("nla", "torch", "float32", "NLA, compiled", "#5b8fd0", "^--"),
     Line("nla", "triton", "float32", "NLA, kernel", "#1f5fbf"),
-    Line("nla", "triton", "bfloat16", "NLA, kernel, bf16", "#0b2f6b"),
     Line("gemm", "torch", "bf16", "bare product, bf16", "#8a8f98", ":"),
 )
 
@@ -361,15 +325,15 @@ def plot(rows: Sequence[Row], base: Size, where: str, path: Path) -> None:
     ends: list[tuple[float, Any]] = []
     for line in LINES:
         key = ("M", line.what, line.backend, line.dtype)
-        found = [
+        points = [
             (row.size.regions, row.ms)
             for row in sorted(rows, key=lambda row: row.size.regions)
             if (row.sweep, row.what, row.backend, row.dtype) == key and row.ms is not None
         ]
-        if not found:
+        if not points:
             continue
-        drawn_at |= {regions for regions, _ in found}
-        xs, ys = zip(*found, strict=True)
+        drawn_at |= {regions for regions, _ in points}
+        xs, ys = zip(*points, strict=True)
         (curve,) = axes.plot(xs, ys, line.style, color=line.colour, markersize=4.5, lw=1.6, label=line.label)
         ends.append((ys[-1], curve))
     axes.set_xlabel("regions of an image, M")
@@ -397,82 +361,6 @@ def plot(rows: Sequence[Row], base: Size, where: str, path: Path) -> None:
 def _decades(ends: Sequence[tuple[float, Any]]) -> float:
     values = [float(y) for _, curve in ends for y in curve.get_ydata()]
     return math.log10(max(values) / min(values)) if values else 0.0
-
-
-class Launch(NamedTuple):
-    """The module constants of `kernels/nla_score.py`, by their names there."""
-
-    TILE_NODES: int
-    TILE_IMAGES: int
-    TILE_WIDTH: int
-    WARPS: int
-    STAGES: int
-
-    def __str__(self) -> str:
-        nodes, images, width, warps, stages = self
-        return f"{nodes:3} nodes {images:2} images {width:3} wide {warps:2} warps {stages} stages"
-
-
-# With M = 10 a thread holds nodes × images × 10 / (32 × warps) sums, 80 or 160 of its 255 registers, and a stage takes
-# (nodes + 10 × images) × width × 2 bytes. Programs that share a multiprocessor (its 228 KB, its 64 K registers) reduce
-# while others multiply: most of these leave room for two or more.
-TUNED = (
-    Launch(128, 16, 64, 8, 3),  # 108 KB: two
-    Launch(256, 16, 64, 16, 3),  # one: each number read serves twice as many products
-    Launch(256, 16, 64, 8, 3),
-    Launch(128, 32, 64, 8, 3),
-    Launch(256, 8, 64, 8, 3),
-    Launch(128, 16, 64, 4, 3),  # 160 registers, two
-    Launch(128, 16, 128, 8, 2),
-    Launch(256, 16, 64, 16, 4),
-    Launch(128, 8, 64, 4, 4),  # 104 KB: two
-    Launch(128, 16, 64, 8, 2),
-    Launch(128, 16, 32, 8, 6),
-    Launch(64, 16, 64, 4, 3),
-    Launch(64, 32, 64, 4, 3),
-    Launch(128, 8, 64, 4, 2),  # 52 KB: four
-    Launch(64, 16, 64, 4, 2),  # 56 KB: four
-)
-
-
-def tune(size: Size, device: torch.device, limits: Limits, settings: Sequence[Launch]) -> None:
-    """Print the fused kernel's time in bf16 under each setting, as the module has it first; then all, best last."""
-    configs = {name: AlignmentConfig.named(name, backend="triton") for name in ("paper", "default")}
-    if obstacle := triton_obstacle(configs["paper"], device):
-        sys.exit(f"--tune: triton {obstacle}")
-    from powerclip.alignment.kernels import nla_score as kernel
-
-    repeats = min(limits.repeats, 5)
-    regions, nodes, segments = example(size, device)
-    regions, nodes = regions.bfloat16(), nodes.bfloat16()
-    bare = measure(lambda: nodes @ regions.flatten(0, 1).T, device, repeats, warmup=2).ms
-    print(f"{size}: {len(nodes)} nodes; bare product {bare:.3f} ms", flush=True)
-    present = Launch(*(getattr(kernel, name) for name in Launch._fields))
-    expected: dict[str, Tensor] = {}
-    found: list[tuple[float, str]] = []
-    for launch in dict.fromkeys((present, *settings)):
-        if limits.over:
-            print(f"{launch}  left out: no time", flush=True)
-            continue
-        times = []
-        try:
-            # Names that the module does not have are refused.
-            with mock.patch.multiple(kernel, **launch._asdict(), LARGE_TILE_NODES=launch.TILE_NODES):
-                for name, config in configs.items():
-                    scores = kernel.nla_score(regions, nodes, segments, config)
-                    # An order of sums may change, a score may not.
-                    torch.testing.assert_close(scores, expected.setdefault(name, scores), rtol=1e-3, atol=1e-4)
-                    run = functools.partial(kernel.nla_score, regions, nodes, segments, config)
-                    times.append(measure(run, device, repeats, warmup=1).ms)
-        except Exception as problem:
-            print(f"{launch}  {failure(problem)}", flush=True)
-            continue
-        shown = "  ".join(f"{name} {ms:.3f} ms ({bare / ms:.0%})" for name, ms in zip(configs, times, strict=True))
-        found.append((sum(times), f"{launch}  {shown}" + ("  ← present" if launch == present else "")))
-        print(found[-1][1], flush=True)
-    print("\nsorted by the sum; in brackets the share of the bare product's rate")
-    for _, text in sorted(found, reverse=True):
-        print(text)
 
 
 if __name__ == "__main__":

@@ -20,21 +20,26 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from alignment import failure
-from measure import RESULTS, Measurement, markdown, origin, run, write_result
+from measure import RESULTS, Measurement, markdown, measure, origin, run, write_result
 from step import make_batch
 
-from powerclip.analysis.step_time import Method, beside_clip, take_turns
 from powerclip.data.batch import Batch
 from powerclip.objectives import OBJECTIVES
 from powerclip.train.data import make_loader
-from powerclip.train.recipe import parse_recipe
+from powerclip.train.loop import train_step
+from powerclip.train.recipe import Recipe, parse_recipe
+from powerclip.train.state import TrainState, start
 
+# Appendix E, Table 13: an epoch's time relative to CLIP's.
+PAPER = {"clip": 1.0, "sparc": 1.26, "filip": 1.41, "powerclip": 1.72}
 TARGET = {"flip": 0.6, "e_clip": 0.85, "clip_pgs": 0.85, "sparc": 1.05, "filip": 1.10}
 # A warm-up that is never left: the weights hardly move, and FLIP's tuning is far away.
 RECIPE = """
@@ -49,6 +54,57 @@ TINY = (
     "{config: {embed_dim: 16, vision_cfg: {image_size: 32, patch_size: 8, width: 32, layers: 1, head_width: 16}, "
     "text_cfg: {context_length: 40, vocab_size: 49408, width: 16, heads: 1, layers: 1}}}"
 )
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with its towers, and the times that were taken of it."""
+
+    state: TrainState
+    recipe: Recipe
+    times: list[Measurement] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Method:
+        """At its first step. The recipe's warm-up should be endless, so that the weights hardly move."""
+        return cls(start(recipe), recipe)
+
+    def step(self, batch: Batch) -> None:
+        """Towers, loss, gradient, AdamW and what the method does after it."""
+        train_step(self.state, batch, self.recipe)
+
+
+def take_turns(
+    methods: Mapping[str, Method],
+    batch: Batch,
+    rounds: int,
+    repeats: int,
+    report: Callable[[str, Measurement], object] = lambda name, time: None,
+) -> None:
+    """Time the methods, `repeats` steps of each in every round: a clock that slows down slows all of them."""
+    for _ in range(rounds):
+        for name, method in methods.items():
+            method.times.append(measure(partial(method.step, batch), method.state.device, repeats, warmup=2))
+            report(name, method.times[-1])
+
+
+def beside_clip(methods: Mapping[str, Method]) -> list[dict[str, Any]]:
+    """A row for each method; each round is compared with CLIP's of the same round."""
+    rows = []
+    for name, method in methods.items():
+        ratios = [own.ms / clip.ms for own, clip in zip(method.times, methods["clip"].times, strict=True)]
+        rows.append(
+            {
+                "method": name,
+                "ms": statistics.median(time.ms for time in method.times),
+                "relative": statistics.median(ratios),
+                "smallest": min(ratios),
+                "largest": max(ratios),
+                "gib": method.times[-1].gib,
+                "paper": PAPER.get(name),
+            }
+        )
+    return rows
 
 
 @dataclass
@@ -96,7 +152,7 @@ class Comparison:
         self.arguments = arguments
         self.entries: dict[str, Entry] = {}
         self.batch: Batch | None = None
-        self._made = origin()
+        self._origin = origin()
 
     def run(self, names: dict[str, None]) -> None:
         began = time.monotonic()
@@ -195,7 +251,7 @@ class Comparison:
             about += f", captions padded to {self.batch.padded_length:.1f} tokens, at most {self.batch.tokens.shape[1]}"
         text = f"# Step time of every method\n\n{about}\n\n{markdown([cells(row) for row in data], HEADS)}"
         name = "methods-tiny" if arguments.tiny else f"methods-{arguments.device.split(':')[0]}"
-        path = write_result(arguments.output, name, self._made, {"about": about, "rows": data}, text)
+        path = write_result(arguments.output, name, self._origin, {"about": about, "rows": data}, text)
         return f"{text}\n\n{path}.md"
 
 

@@ -1,4 +1,4 @@
-"""`powerclip analyse nla · cost`."""
+"""`powerclip analyse nla`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from powerclip.cli.process import interruptible
+from powerclip.errors import UserError
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 analyse_app = typer.Typer(
@@ -53,30 +54,7 @@ def analyse_nla(
     print(f"figure and numbers: {output / 'nla.png'}, nla.json")
 
 
-@analyse_app.command(
-    "cost",
-    epilog="\b\nExamples:\n"
-    "  powerclip analyse cost\n"
-    "  powerclip analyse cost --from benchmarks/results/2026-11-15-step-cuda.json -o runs/h200",
-)
-def analyse_cost(
-    sources: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="Draw these results, of this command or of benchmarks/; may be repeated."),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where cost.png and cost.json go.")] = Path(
-        "runs/cost"
-    ),
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: a GPU]")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
-) -> None:
-    """Measure a training step against the number of regions, and of every method beside CLIP.
-
-    ViT-B/16 on a GPU, small towers on a CPU (about five minutes).
-    """
-    with interruptible("nothing was written"):
-        from powerclip.analysis.cost import analyse, lines
-
-        found = analyse(output, sources or (), device=device, say=(lambda text: None) if quiet else print)
-    print("\n".join(lines(found)))
-    print(f"figure: {output / 'cost.png'}" + ("" if sources else ", numbers: cost.json"))
+@analyse_app.command("cost", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def analyse_cost() -> None:
+    """Say what replaced this command."""
+    raise UserError("analyse cost is a benchmark now: in a checkout of the project, run python benchmarks/cost.py")

@@ -1,45 +1,33 @@
-"""The cost study: every way over M and every method is measured, and results of others can be drawn."""
+"""The cost of a step: every variant over M and every method is measured, and results of others can be drawn."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
+import cost
 import pytest
 import torch
+from cost import TINY, VARIANTS, measure_cost
+from cost_plot import cost_figure, merge, read_cost, tables
+from measure import PeakOfTensors, measure
 from typer.testing import CliRunner
 
 from powerclip import cli
-from powerclip.analysis import cost
-from powerclip.analysis.cost import WAYS, Size, analyse, lines, measure_cost, read_cost
-from powerclip.analysis.cost_figure import cost_figure
-from powerclip.analysis.measure import PeakOfTensors, measure
 from powerclip.errors import UserError
 from powerclip.objectives import OBJECTIVES
-from powerclip.train.recipe import ModelSection
 
-TINY = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 16, "layers": 1, "head_width": 8},
-    "text_cfg": {"context_length": 40, "vocab_size": 49408, "width": 8, "heads": 1, "layers": 1},
-}
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def size():
-    return Size(ModelSection(config=TINY), 12, (2, 4, 11), repeats=1, rounds=1)
+def measured():
+    return measure_cost(TINY, CPU)
 
 
-@pytest.fixture(scope="module")
-def measured(size):
-    return measure_cost(size, CPU)
-
-
-def test_every_way_is_measured_at_every_number_of_regions_and_every_method_beside_clip(measured):
-    found = {(row["way"], row["M"]): row for row in measured["steps"]}
-    assert set(found) == {("CLIP", None), *((way, count) for way in WAYS for count in (2, 4, 11))}
+def test_every_variant_is_measured_at_every_number_of_regions_and_every_method_beside_clip(measured):
+    found = {(row["variant"], row["M"]): row for row in measured["steps"]}
+    assert set(found) == {("CLIP", None), *((variant, count) for variant in VARIANTS for count in (2, 4, 11))}
     assert all(row["ms"] > 0 and row["gib"] > 0 for row in found.values())
     methods = {row["method"]: row for row in measured["methods"]}
     assert tuple(methods) == OBJECTIVES
@@ -49,43 +37,49 @@ def test_every_way_is_measured_at_every_number_of_regions_and_every_method_besid
 
 
 def test_the_memory_of_the_exact_loss_grows_with_the_sets_and_that_of_the_approximation_does_not(measured):
-    gib = {(row["way"], row["M"]): row["gib"] for row in measured["steps"]}
+    gib = {(row["variant"], row["M"]): row["gib"] for row in measured["steps"]}
     assert gib["exact, all pairs", 11] > 2 * gib["exact, all pairs", 4]
     assert gib["NLA, all pairs", 11] < 1.2 * gib["NLA, all pairs", 2]
 
 
-def test_what_is_too_large_for_a_cpu_is_left_out_and_said_so(size, monkeypatch):
-    monkeypatch.setattr(cost, "MOST", 2**12)
+def test_what_is_too_large_for_a_cpu_is_left_out_and_said_so(monkeypatch):
+    monkeypatch.setattr(cost, "MOST_ENUMERATED", 2**12)
     monkeypatch.setattr(cost, "OBJECTIVES", ("clip",))
-    rows = {(row["way"], row["M"]): row for row in measure_cost(size, CPU)["steps"]}
+    rows = {(row["variant"], row["M"]): row for row in measure_cost(TINY, CPU)["steps"]}
     assert rows["exact, chosen pairs", 11]["note"] == "too large"
     assert rows["exact, chosen pairs", 11]["ms"] is None
     assert rows["NLA, chosen pairs", 11]["ms"] > 0
 
 
-def test_out_of_memory_is_a_result_and_not_the_end(size, monkeypatch):
+def test_out_of_memory_is_a_result_and_not_the_end(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    said = []
+    reported = []
     monkeypatch.setattr(cost, "measure", full)
-    monkeypatch.setattr(cost, "WAYS", {"exact, all pairs": WAYS["exact, all pairs"]})
+    monkeypatch.setattr(cost, "VARIANTS", {"exact, all pairs": VARIANTS["exact, all pairs"]})
     monkeypatch.setattr(cost, "OBJECTIVES", ("clip",))
-    rows = measure_cost(size, CPU, said.append)["steps"]
+    rows = measure_cost(TINY, CPU, reported.append)["steps"]
     assert {row["note"] for row in rows} == {"out of memory"}
-    assert said[0].endswith("out of memory")
+    assert reported[0].endswith("out of memory")
 
 
-def test_the_study_writes_numbers_and_a_figure_that_can_be_drawn_again(measured, size, monkeypatch, tmp_path):
+def test_it_writes_numbers_and_a_figure_that_can_be_drawn_again(measured, monkeypatch, tmp_path, capsys):
+    def run(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["cost.py", "--device", "cpu", "--output", str(tmp_path), *options])
+        cost.main()
+        return capsys.readouterr().out
+
     monkeypatch.setattr(cost, "measure_cost", lambda *_: measured)
-    found = analyse(tmp_path / "one", size=size, device="cpu")
-    assert (tmp_path / "one" / "cost.png").stat().st_size > 1000
-    again = analyse(tmp_path / "two", [tmp_path / "one" / "cost.json"])
-    assert again == found
-    assert (tmp_path / "two" / "cost.png").read_bytes() == (tmp_path / "one" / "cost.png").read_bytes()
-    text = "\n".join(lines(found))
-    assert "exact, chosen pairs" in text
-    assert "paper 1.72" in text
+    printed = run("--tiny")
+    (result,) = tmp_path.glob("*-cost-tiny.json")
+    assert result.with_suffix(".png").stat().st_size > 1000
+    assert "| exact, chosen pairs |" in result.with_suffix(".md").read_text()
+    again = run("--from", str(result))
+    assert (tmp_path / "cost.png").read_bytes() == result.with_suffix(".png").read_bytes()
+    assert again.splitlines()[:-1] == printed.splitlines()[:-1]
+    powerclip = next(line for line in again.splitlines() if line.startswith("| powerclip |"))
+    assert powerclip.endswith(" 1.72 |")
 
 
 def test_results_of_the_benchmarks_are_recognised_by_what_they_hold(tmp_path):
@@ -103,7 +97,7 @@ def test_results_of_the_benchmarks_are_recognised_by_what_they_hold(tmp_path):
     assert found[0].curves[0].lines == {"nla, torch": [(4, 2.0, None)]}
     assert [bar.relative for bar in found[1].bars[0].bars] == [1.0, 1.2]
     assert found[2].bars[0].bars[0].largest == 0.6
-    assert len(cost_figure(cost.merge(found)).axes) == 4
+    assert len(cost_figure(merge(found)).axes) == 4
 
 
 ON = '"origin": {"machine": "x"}, "about": "y"'
@@ -132,10 +126,14 @@ def test_a_file_that_holds_no_cost_is_one_clear_line(content, tmp_path):
         read_cost(tmp_path / "gone.json")
 
 
-def test_the_command_shows_examples():
-    shown = CliRunner().invoke(cli.app, ["analyse", "cost", "--help"]).stdout
-    (example,) = re.findall(r"powerclip analyse cost --from (\S+)", shown)
-    assert lines(read_cost(Path(__file__).parents[2] / example))
+def test_the_result_in_the_help_can_be_drawn():
+    (example,) = re.findall(r"--from (\S+\.json)", str(cost.__doc__))
+    assert tables(read_cost(cost.RESULTS.parents[1] / example))
+
+
+def test_the_old_command_says_what_replaced_it(capsys):
+    with pytest.raises(UserError, match=r"python benchmarks/cost\.py"):
+        CliRunner().invoke(cli.app, ["analyse", "cost", "--from", "x.json"], catch_exceptions=False)
 
 
 def test_the_peak_is_that_of_the_tensors_that_live_at_the_same_time():
