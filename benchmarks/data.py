@@ -36,9 +36,10 @@ from measure import RESULTS, markdown, origin, run, write_result
 from PIL import Image
 
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
+from powerclip.data.batch import BatchSpec
 from powerclip.data.captions import content_hash, read_captions
 from powerclip.data.mask_codec import GRID, pack_mask
-from powerclip.data.shard_loader import ShardLoader
+from powerclip.data.shard_loader import ShardLoader, ShardOptions
 from powerclip.data.shards import open_shards
 from powerclip.data.sidecar import Annotator, SidecarInfo, sidecar_path
 from powerclip.data.tar_index import make_index
@@ -234,18 +235,16 @@ def open_clip_batches(folder: Path, arguments: argparse.Namespace, batches: int)
 
 
 def our_loader(folder: Path, arguments: argparse.Namespace, trees: bool, segments: bool) -> ShardLoader:
-    return ShardLoader(
-        open_shards(sorted(folder.glob("*.tar"))),
-        tokenizer=CaptionTokenizer(),
+    spec = BatchSpec(
         image_size=SIZE,
         grid=GRID_PATCHES,
         batch_size=arguments.batch,
-        trees=trees,
-        segments=segments,
         crop=CROP,
         workers=arguments.workers,
         length_multiple=8,
     )
+    options = ShardOptions(trees=trees, segments=segments)
+    return ShardLoader(open_shards(sorted(folder.glob("*.tar"))), spec, CaptionTokenizer(), options)
 
 
 def compare(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Row]:

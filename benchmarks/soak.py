@@ -161,7 +161,7 @@ class Recording(BatchLoader):
     """A loader that notes whose turn it was in every step, and poisons a few batches."""
 
     def __init__(self, loader: BatchLoader, path: Path, steps: int):
-        super().__init__(loader.workers)
+        super().__init__(loader.spec)
         self._loader, self._path, self._steps = loader, path, steps
 
     def batch(self, step: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What one training step sees: images, captions, and the parts of both that are to be aligned."""
+"""What one training step sees: images, captions, and the parts of both that are to be aligned; and how it is made."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
+from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
+from powerclip.data.tokens import Nodes
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """How batches are made, whatever they are made from."""
+
+    image_size: tuple[int, int]  # height and width in pixels
+    grid: tuple[int, int]  # rows and columns of patches
+    batch_size: int  # C, of all ranks together
+    regions: int = 10  # M, of each image
+    largest_box: float = 1.0  # longest side of a random box, as a share of the image's
+    nodes: Nodes = "phrases"  # which constituents of the trees take part
+    crop: float = 0.9  # smallest share of an image's area that a crop keeps; scenes are shown whole
+    seed: int = 0  # which samples, in which order
+    augment_seed: int = 0  # which captions, crops, boxes and masks of them
+    mean: tuple[float, ...] = CLIP_MEAN  # what the image tower wants its pixels normalised with
+    std: tuple[float, ...] = CLIP_STD
+    length_multiple: int = 1  # token rows are padded to a multiple of it: few different shapes to compile for
+    sort_by_length: bool = False  # order the pairs of a batch by their captions' lengths: short ones need less padding
+    workers: int = 0  # threads, of shards processes, that make batches ahead; 0 makes each when it is needed
+    # Where batches are wanted; those of scenes are made on the CPU.
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What can be wrong with a sample, how it is counted, and when it is too much.
 
-A *bad* sample cannot be used, and another stands in for it. The others are used with what is left: an image that had
+A *bad* sample cannot be used, and another replaces it. The others are used with what is left: an image that had
 to be converted, a caption without its tree (it is one phrase), an image without its masks (random boxes).
 """
 
@@ -51,7 +51,7 @@ class Fault(StrEnum):
     def remedy(self) -> str:
         """What is done about it."""
         if self.is_bad:
-            return "another sample stands in"
+            return "another sample replaces it"
         return {"converted": "converted", "trees": "taken as one phrase", "regions": "random boxes"}[self.split("/")[0]]
 
 
@@ -112,8 +112,8 @@ class FaultWatch:
         self._said: set[Fault] = set()
         self._bad: dict[tuple[int, int], set[int]] = defaultdict(set)  # (epoch, shard) → numbers
 
-    def see(self, report: FaultReport) -> None:
-        """Take note of a batch's faults.
+    def check(self, report: FaultReport) -> None:
+        """Count a batch's faults.
 
         Raises:
             UserError: a fault, when strict; or a shard with too many bad samples.

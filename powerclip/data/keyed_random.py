@@ -7,6 +7,8 @@ The mixer is splitmix64's (Steele, Lea & Flood 2014).
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,12 +19,30 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 Keys = npt.NDArray[np.uint64]
 
 
+class Draw(IntEnum):
+    """What a key of a sample is for, its last part: to draw more of one does not change another."""
+
+    CAPTION = 0
+    CROP = 1
+    MASKS = 2
+    BOXES = 3
+
+
 def key_of(*parts: int) -> int:
     """64 bits for a tuple of whole numbers; every part and its place count."""
     key = len(parts)
     for part in parts:
         key = _mix((key ^ (part & _MASK)) + _STEP & _MASK)
     return key
+
+
+def keys_of(*parts: int | npt.NDArray[np.integer]) -> Keys:
+    """`key_of` of several tuples at once: parts that differ are arrays of one length."""
+    keys = np.array([len(parts)], np.uint64)
+    for part in parts:
+        bits = np.array([part & _MASK], np.uint64) if isinstance(part, int) else part.astype(np.uint64)
+        keys = _mix_array((keys ^ bits) + np.uint64(_STEP))
+    return keys
 
 
 def uniform(key: int, number: int) -> float:
@@ -48,9 +68,12 @@ def _mix(bits: int) -> int:
 
 
 def _bits(keys: Keys, count: int) -> Keys:
+    """64 random bits for draws 0 … `count`-1 of each key."""
+    return _mix_array(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP))
+
+
+def _mix_array(bits: Keys) -> Keys:
     """`_mix` over arrays; unsigned 64-bit arithmetic wraps as it should."""
-    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
-    bits = keys[:, None] + steps
     bits = (bits ^ bits >> np.uint64(30)) * np.uint64(_FIRST)
     bits = (bits ^ bits >> np.uint64(27)) * np.uint64(_SECOND)
     return bits ^ bits >> np.uint64(31)

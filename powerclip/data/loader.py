@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -11,8 +10,16 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from powerclip.data.batch import Batch
+import torch
+from torch import Tensor
+
+from powerclip.data.batch import Batch, BatchSpec
+from powerclip.data.keyed_random import Keys, uniforms
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import SINGLE, Ranks
+
+# Raised when the same seeds give other batches: a run that was begun with another one is not continued bit for bit.
+DRAWS_VERSION = 2
 
 WORKER_KILLED = (
     "a process that prepares batches has been killed, perhaps because memory ran out: lower data.workers or "
@@ -35,13 +42,17 @@ def killed_workers() -> Iterator[None]:
 
 
 class BatchLoader(ABC):
-    """Makes batches by their number.
+    """Makes batches by their number: this rank's equal share of each, in order.
 
-    `workers` threads make batches ahead; 0 makes each when it is needed.
+    Raises:
+        UserError: the ranks cannot share a batch evenly.
     """
 
-    def __init__(self, workers: int = 0):
-        self.workers = workers
+    def __init__(self, spec: BatchSpec, ranks: Ranks = SINGLE):
+        if spec.batch_size % ranks.count:
+            raise UserError(f"train.batch_size is {spec.batch_size}, which {ranks.count} ranks cannot share evenly")
+        self.spec = spec
+        self._rows = ranks.rows(spec.batch_size // ranks.count)  # of a batch, those of this rank
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
@@ -49,16 +60,17 @@ class BatchLoader(ABC):
 
     def stream(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches `start` … `stop`-1 in order."""
-        if self.workers == 0:
+        workers = self.spec.workers
+        if workers == 0:
             yield from map(self.batch, range(start, stop))
             return
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="batches")
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
         ahead: deque[Future[Batch]] = deque()
         try:
             for step in range(start, stop):
                 ahead.append(pool.submit(self.batch, step))
                 # One in reserve for each thread that is at work.
-                if len(ahead) > 2 * self.workers:
+                if len(ahead) > 2 * workers:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
@@ -67,14 +79,6 @@ class BatchLoader(ABC):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def mix(seed: int, step: int) -> int:
-    """One number for the pair. The CPU generator looks at 32 bits of its seed only: sums would meet."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "little")
-
-
-def share_of(batch_size: int, rank: int, world_size: int) -> slice:
-    """The rows of a batch that fall to one of `world_size` ranks: equal shares, in order."""
-    if batch_size % world_size:
-        raise ValueError(f"a batch of {batch_size} does not divide into {world_size} equal shares")
-    size = batch_size // world_size
-    return slice(rank * size, (rank + 1) * size)
+def box_draws(keys: Keys, regions: int) -> Tensor:
+    """The uniform numbers [4, C, M] that `powerclip.alignment.regions.boxes_of` makes random boxes of, by key."""
+    return torch.from_numpy(uniforms(keys, 4 * regions).reshape(len(keys), 4, regions).transpose(1, 0, 2).copy())

@@ -17,14 +17,15 @@ from torch.utils.data import get_worker_info
 from powerclip.alignment.phrases import Phrases
 from powerclip.alignment.regions import boxes_of
 from powerclip.data.batch import shorter_captions
-from powerclip.data.faults import TOPPED_UP, BadSample, FaultReport
-from powerclip.data.keyed_random import uniforms
-from powerclip.data.order import StreamOrder
-from powerclip.data.samples import Sample, SampleMaker
-from powerclip.data.tokens import Nodes, pack_phrases
+from powerclip.data.faults import TOPPED_UP, BadSample, Fault, FaultReport
+from powerclip.data.loader import box_draws
+from powerclip.data.masks import choose_regions
+from powerclip.data.shard_order import StreamOrder
+from powerclip.data.shard_samples import Sample, SampleMaker
+from powerclip.data.tokens import pack_phrases
 from powerclip.errors import UserError
 
-_MOST_ATTEMPTS = 100  # stand-ins in a row; with a tenth of all samples bad, the third is already one in a thousand
+_MOST_ATTEMPTS = 100  # substitutes in a row; with a tenth of all samples bad, the third is already one in a thousand
 
 
 @dataclass(frozen=True)
@@ -52,79 +53,76 @@ class RawBatch:
 
 
 class BatchMaker:
-    """Makes the batches of one rank by their number; lives in every worker."""
+    """Makes the batches of one rank by their number; lives in every worker.
 
-    def __init__(
-        self,
-        order: StreamOrder,
-        samples: SampleMaker,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        nodes: Nodes,
-        largest_box: float,
-        segments: bool,
-        length_multiple: int,
-        sort: bool,
-    ):
-        self.order, self.samples = order, samples
-        self.batch_size, self.share = batch_size, batch_size // world_size
-        self.first = rank * self.share
-        self.nodes, self.largest_box = nodes, largest_box
-        self.segments, self.length_multiple, self.sort = segments, length_multiple, sort
+    Args:
+        order: of the samples.
+        samples: makes each.
+        rows: of a batch, those of this rank.
+        segments: whether regions are stored masks, and what is missing is counted.
+    """
+
+    def __init__(self, order: StreamOrder, samples: SampleMaker, rows: slice, *, segments: bool):
+        self.order, self.samples, self.spec = order, samples, samples.spec
+        self.rows, self.segments = rows, segments
 
     def __getitem__(self, step: int) -> RawBatch:
         """The batch that the update after `step` finished ones sees."""
-        batch = range(step * self.batch_size, (step + 1) * self.batch_size)
+        spec = self.spec
+        batch = range(step * spec.batch_size, (step + 1) * spec.batch_size)
         report = FaultReport()
-        samples = [self._sample(position, batch, report) for position in batch[self.first : self.first + self.share]]
-        if self.sort:
+        samples = [self._sample(position, batch, report) for position in batch[self.rows]]
+        if spec.sort_by_length:
             samples.sort(key=lambda sample: len(sample.tokens.ids))
         captions = [sample.tokens for sample in samples]
-        rows, multiple = [caption.ids for caption in captions], self.length_multiple
+        rows, multiple = [caption.ids for caption in captions], spec.length_multiple
         tokens = self.samples.tokenizer.pad(rows, multiple=multiple)
         longest = len(rows[shorter_captions(len(rows)) - 1])
         return RawBatch(
             images=self._images(samples),
             tokens=tokens,
             regions=self._regions(samples, report),
-            phrases=pack_phrases([sample.tree for sample in samples], captions, tokens.shape[1], self.nodes),
+            phrases=pack_phrases([sample.tree for sample in samples], captions, tokens.shape[1], spec.nodes),
             keys=[sample.key for sample in samples],
             report=report,
-            short=min(-(-longest // multiple) * multiple, tokens.shape[1]) if self.sort else 0,
+            short=min(-(-longest // multiple) * multiple, tokens.shape[1]) if spec.sort_by_length else 0,
             lengths=tuple(map(len, rows)),
         )
 
     def _sample(self, position: int, batch: range, report: FaultReport) -> Sample:
-        place = self.order.place(position)
+        sample = self.order.sample_at(position)
         for attempt in range(_MOST_ATTEMPTS):
             if attempt:
-                place = self.order.spare(position, attempt, batch)
+                sample = self.order.substitute(position, attempt, batch)
             try:
-                return self.samples.make(place, attempt, report)
+                return self.samples.make(sample, attempt, report)
             except BadSample as bad:
-                where, detail = self.samples.name(place), bad.detail
+                where, detail = self.samples.name(sample), bad.detail
                 report.add(bad.fault, where, detail)
-                report.bad.append(place)
+                report.bad.append(sample)
         raise UserError(f"{_MOST_ATTEMPTS} samples in a row cannot be used, the last being {where}: {detail}")
 
     def _images(self, samples: Sequence[Sample]) -> Tensor:
-        images = _shared_bytes((len(samples), *self.samples.look.image_size, 3))
+        images = _shared_bytes((len(samples), *self.spec.image_size, 3))
         for image, sample in zip(images, samples, strict=True):
             image.copy_(sample.crop.pixels)
         return images
 
     def _regions(self, samples: Sequence[Sample], report: FaultReport) -> Tensor:
         """Segments, and random boxes for those that are missing: the first ones drawn, so that each has its own."""
-        look = self.samples.look
+        spec = self.spec
         keys = np.array([sample.box_key for sample in samples], np.uint64)
-        draws = uniforms(keys, 4 * look.regions).reshape(len(samples), 4, look.regions).transpose(1, 0, 2)
-        regions = boxes_of(torch.from_numpy(draws), look.grid, self.largest_box)
+        regions = boxes_of(box_draws(keys, spec.regions), spec.grid, spec.largest_box)
         if self.segments:
-            for row, sample in zip(regions, samples, strict=True):
-                row[: len(sample.segments)] = torch.from_numpy(sample.segments)
-            missing = sum(look.regions - len(sample.segments) for sample in samples)
+            crops = torch.tensor([sample.crop.box for sample in samples], dtype=torch.float64)
+            segments = choose_regions([sample.masks for sample in samples], crops, spec.regions, spec.grid)
+            missing = spec.regions * len(samples)
+            for row, sample, masks in zip(regions, samples, segments, strict=True):
+                if masks is None:
+                    report.add(Fault.REGIONS_BROKEN, sample.name, "a stored mask cannot be read")
+                else:
+                    row[: len(masks)] = masks
+                    missing -= len(masks)
             report.counts.update({TOPPED_UP: missing} if missing else {})
         return regions
 

@@ -110,15 +110,15 @@ def index_path(tar: Path, folder: Path | None = None) -> Path:
     return (tar.parent if folder is None else folder) / f"{tar.name}.index"
 
 
-def places(tar: Path, folder: Path | None = None) -> list[Path]:
-    """Where an index may lie, the best place first: `folder`, beside the tar, in the user's cache."""
+def candidate_paths(tar: Path, folder: Path | None = None) -> list[Path]:
+    """Where an index may lie, the preferred one first: `folder`, beside the tar, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powerclip" / "index"
     return [*([index_path(tar, folder)] if folder else []), index_path(tar), cache / _flat_name(tar)]
 
 
 def find_info(tar: Path, folder: Path | None = None) -> tuple[IndexInfo, Path] | None:
     """What the index of a tar says, and where it lies; None when there is none that fits the tar as it is."""
-    for path in places(tar, folder):
+    for path in candidate_paths(tar, folder):
         try:
             with open(path, "rb") as file:
                 info = _parse_head(file.readline())[0]
@@ -183,7 +183,7 @@ def keep_index(index: TarIndex, tar: Path, folder: Path | None = None) -> Path:
         UserError: there is none.
     """
     content = index.to_bytes()
-    tried = places(tar, folder)
+    tried = candidate_paths(tar, folder)
     for path in tried:
         try:
             write_atomic(path, content)

@@ -25,8 +25,9 @@ from powerclip.alignment.phrases import Phrases, embed_leaves, embed_nodes
 from powerclip.alignment.powerset import exact_r2t, exact_t2r
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions, random_boxes
+from powerclip.data.batch import BatchSpec
 from powerclip.data.corpus import find_trees, read_corpus
-from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.corpus_loader import CorpusLoader, pack_corpus
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
@@ -269,20 +270,18 @@ def _pairs(
             f"but {batches} batches of {count} need {batches * count}: {advice}"
         )
     pixels = encoder.clip.visual.preprocess_cfg
-    return CorpusLoader(
-        corpus,
+    spec = BatchSpec(
         image_size=encoder.image_size,
         grid=encoder.grid,
         batch_size=count,
         regions=regions,
         crop=1.0,
         seed=seed,
-        region_seed=seed,
-        length_multiple=1,
-        mean=pixels["mean"],
-        std=pixels["std"],
-        tokenizer=tokenizer,
+        augment_seed=seed,
+        mean=tuple(pixels["mean"]),
+        std=tuple(pixels["std"]),
     )
+    return CorpusLoader(pack_corpus(corpus, tokenizer), spec)
 
 
 def _named(shards: Sequence[Path]) -> str:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
+from powerclip.data.crops import crop_boxes
 from powerclip.encoders.attention import check_class_attention, forward_attention
 from powerclip.encoders.dual import project
 from powerclip.encoders.features import Features, ImageFeatures
@@ -33,7 +34,7 @@ from powerclip.objectives.base import Objective, Plan, Terms
 from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.selection.attentive import resample_scores, select_attentive
-from powerclip.objectives.views import cover, shape_crops, take_crops
+from powerclip.objectives.views import cover, take_crops
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Share, validate
 
@@ -130,7 +131,7 @@ class AClip(Objective):
 
     def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Where the views lie."""
-        return Plan(crops=shape_crops(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
+        return Plan(crops=crop_boxes(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
 
     def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
         """Make both views, let the teacher choose their patches, and run both through the tower at once."""

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from open_clip import CLIPTextCfg
 
+from powerclip.data.batch import BatchSpec
 from powerclip.data.corpus import Corpus, TreeSidecars, find_trees, read_corpus
-from powerclip.data.corpus_loader import CorpusLoader
-from powerclip.data.corpus_masks import CorpusMasks, read_masks
+from powerclip.data.corpus_loader import CorpusLoader, PackedCorpus, pack_corpus
 from powerclip.data.loader import BatchLoader
-from powerclip.data.packed import PackedCorpus, pack_corpus
+from powerclip.data.masks import CorpusMasks, read_masks
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scene_loader import SceneLoader
-from powerclip.data.shard_loader import ShardLoader
+from powerclip.data.shard_loader import ShardLoader, ShardOptions
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer, Nodes
@@ -138,83 +138,83 @@ def make_loader(
     `store` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
     different lengths of captions; `ranks` share each batch; `warn` is told, once, of each kind of fault in shards.
     """
-    pixels = encoder.clip.visual.preprocess_cfg
+    spec = batch_spec(recipe, encoder, torch.device(device), compiled)
     tokenizer = _checked_tokenizer(encoder)
-    data = recipe.data
-    shared: dict[str, Any] = {
-        "image_size": encoder.image_size,
-        "grid": encoder.grid,
-        "batch_size": recipe.train.batch_size,
-        "regions": recipe.regions.count,
-        "largest_box": recipe.regions.largest,
-        "seed": data.seed,
-        "region_seed": recipe.train.seed,
-        "workers": data.workers,
-        "mean": pixels["mean"],
-        "std": pixels["std"],
-    }
-    if data.source == "scenes":
-        multiple = COMPILED_MULTIPLE if compiled else 1
-        return SceneLoader(
-            tokenizer=tokenizer,
-            nodes=recipe.nodes,
-            length_multiple=multiple,
-            rank=ranks.rank,
-            world_size=ranks.count,
-            **shared,
-        )
-    assert data.shards is not None  # DataSection sees to it
     store = store or CorpusStore()
-    device = torch.device(device)
-    if data.source == "shards":
-        shards = store.shards(data, ranks)
-        folder = _sidecar_folder(data)
-        # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
-        reads_trees = recipe.reads_trees and data.trees != FLAT
-        if reads_trees:
-            _check_sidecars(shards.paths, "trees", data)
-        if recipe.reads_masks:
-            _check_sidecars(shards.paths, "regions", data)
-        return ShardLoader(
-            shards,
-            tokenizer=tokenizer,
-            sidecars=folder,
-            trees=reads_trees,
-            segments=recipe.reads_masks,
-            nodes=recipe.nodes,
-            crop=data.crop,
-            window=data.window,
-            device=device,
-            length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
-            sort=device.type == "cuda",
-            rank=ranks.rank,
-            world_size=ranks.count,
-            strict=data.strict,
-            max_bad=data.max_bad,
-            warn=warn,
-            **shared,
-        )
+    if recipe.data.source == "scenes":
+        return SceneLoader(spec, tokenizer, ranks)
+    if recipe.data.source == "shards":
+        return _shard_loader(recipe, spec, tokenizer, store, ranks, warn)
+    return _corpus_loader(recipe, spec, tokenizer, store, ranks)
+
+
+def batch_spec(recipe: Recipe, encoder: DualEncoder, device: torch.device, compiled: bool = False) -> BatchSpec:
+    """The batches that a recipe describes, in the form that an encoder reads."""
+    pixels = encoder.clip.visual.preprocess_cfg
+    scenes = recipe.data.source == "scenes"
+    return BatchSpec(
+        image_size=encoder.image_size,
+        grid=encoder.grid,
+        batch_size=recipe.train.batch_size,
+        regions=recipe.regions.count,
+        largest_box=recipe.regions.largest,
+        nodes=recipe.nodes,
+        crop=recipe.data.crop,
+        seed=recipe.data.seed,
+        augment_seed=recipe.train.seed,
+        mean=tuple(pixels["mean"]),
+        std=tuple(pixels["std"]),
+        length_multiple=COMPILED_MULTIPLE if compiled else 1 if scenes else EAGER_MULTIPLE,
+        sort_by_length=device.type == "cuda" and not scenes,
+        workers=recipe.data.workers,
+        device=device,
+    )
+
+
+def _shard_loader(
+    recipe: Recipe,
+    spec: BatchSpec,
+    tokenizer: CaptionTokenizer,
+    store: CorpusStore,
+    ranks: Ranks,
+    warn: Callable[[str], None] | None,
+) -> ShardLoader:
+    data = recipe.data
+    shards = store.shards(data, ranks)
+    # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
+    options = ShardOptions(
+        sidecars=_sidecar_folder(data),
+        trees=recipe.reads_trees and data.trees != FLAT,
+        segments=recipe.reads_masks,
+        window=data.window,
+        strict=data.strict,
+        max_bad=data.max_bad,
+    )
+    if options.trees:
+        _check_sidecars(shards.paths, "trees", data)
+    if options.segments:
+        _check_sidecars(shards.paths, "regions", data)
+    return ShardLoader(shards, spec, tokenizer, options, ranks, warn)
+
+
+def _corpus_loader(
+    recipe: Recipe, spec: BatchSpec, tokenizer: CaptionTokenizer, store: CorpusStore, ranks: Ranks
+) -> CorpusLoader:
+    data = recipe.data
+    assert data.shards is not None  # DataSection sees to it
     paths = expand_pattern(data.shards, "data.shards")
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
     trees, note = corpus_trees(recipe, paths)
-    corpus = store.corpus(data.shards, "data.shards", kept_size(encoder.image_size), trees, note)
+    corpus = store.corpus(data.shards, "data.shards", kept_size(spec.image_size), trees, note)
     if recipe.reads_trees and trees is not None and corpus.trees_missing == len(corpus.captions):
         raise UserError(
             f"data.trees: none of {len(corpus.captions):,} captions has a tree that belongs to it ({note}); "
             f"{_annotate('trees', data)}, or set data.trees: {FLAT} to train with one phrase a caption"
         )
-    return CorpusLoader(
-        store.packed(corpus, tokenizer, recipe.nodes, device),
-        masks=store.masks(corpus, data, device) if recipe.reads_masks else None,
-        crop=data.crop,
-        device=device,
-        length_multiple=COMPILED_MULTIPLE if compiled else EAGER_MULTIPLE,
-        sort=device.type == "cuda",
-        rank=ranks.rank,
-        world_size=ranks.count,
-        **shared,
-    )
+    packed = store.packed(corpus, tokenizer, spec.nodes, spec.device)
+    masks = store.masks(corpus, data, spec.device) if recipe.reads_masks else None
+    return CorpusLoader(packed, spec, masks, ranks)
 
 
 def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.data.loader import BatchLoader, killed_workers, mix
+from powerclip.data.keyed_random import key_of
+from powerclip.data.loader import DRAWS_VERSION, BatchLoader, killed_workers
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
 from powerclip.evaluate.spread import spread_encoder
@@ -172,6 +173,11 @@ class Trainer:
         saved = checkpoint.newest(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
         if saved is not None:
             self.state.restore(saved)
+            if saved.get("draws", 1) != DRAWS_VERSION:
+                self.progress.warn(
+                    f"{self.folder.root} was begun with a version of powerclip that drew the order of samples, crops "
+                    "and regions differently: what follows is not what it would have computed"
+                )
             self.guard.restore(saved.get("guard", {}))
         total = self.recipe.train.steps
         self.progress.say(f"{self.folder.root} continues after step {self.state.step} of {total}")
@@ -296,7 +302,7 @@ def backward(state: TrainState, batch: Batch, recipe: Recipe) -> Terms:
     """The loss of a batch; afterwards its gradient, averaged over ranks, is that of every trained parameter."""
     # What is random in a step is a function of the seed and the step, not of what was drawn before.
     generator = torch.Generator(state.device)
-    generator.manual_seed(mix(mix(recipe.train.seed, -1), state.step))  # not the loader's: it uses the step as well
+    generator.manual_seed(key_of(recipe.train.seed, state.step) >> 1)  # 63 bits
     plan = state.unwrapped_towers.plan(batch.images, generator, state.ranks)
     state.optimizer.zero_grad(set_to_none=True)
     if recipe.train.accumulate == 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from powerclip.alignment.backends import choose_backend
+from powerclip.data.loader import DRAWS_VERSION
 from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
@@ -57,6 +58,7 @@ class TrainState:
             "objective": self.objective.state_dict(),
             "optimizer": full_tensors(self.optimizer.state_dict()),
             "random": self.ranks.collect(generators),
+            "draws": DRAWS_VERSION,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,18 @@ from mini_corpus import write_shard
 from PIL import Image
 
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
+from powerclip.data.batch import BatchSpec
 from powerclip.data.captions import content_hash
 from powerclip.data.mask_codec import GRID, pack_mask
-from powerclip.data.shard_loader import ShardLoader
+from powerclip.data.shard_loader import ShardLoader, ShardOptions
 from powerclip.data.shards import open_shards
 from powerclip.data.sidecar import Annotator, Kind, SidecarInfo, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.data.trees import Span
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 TOKENIZER = CaptionTokenizer()
+OPTIONS = {field.name for field in fields(ShardOptions)}
 
 Members = list[tuple[str, bytes | str]]
 
@@ -115,8 +119,9 @@ def many_captions(key: str, captions: list[str]) -> Members:
     return [(f"{key}.png", encoded(ramp(20, 20))), (f"{key}.json", json.dumps({"captions": captions}))]
 
 
-def loader(paths: Sequence[Path], **options: object) -> ShardLoader:
-    opened = {name: options.pop(name) for name in ("strict", "max_bad") if name in options}
-    found = open_shards(list(paths), options.get("sidecars"), **opened)
-    chosen = {"image_size": (16, 16), "grid": (2, 2), "batch_size": 4, "regions": 3, "trees": False, **options}
-    return ShardLoader(found, tokenizer=TOKENIZER, **{**opened, **chosen})
+def loader(paths: Sequence[Path], ranks: Ranks = SINGLE, warn=None, **settings: object) -> ShardLoader:
+    """Batches of 4 without trees, but for what `settings` of the spec or of the options say."""
+    options = ShardOptions(**{"trees": False} | {name: settings.pop(name) for name in OPTIONS & settings.keys()})
+    spec = BatchSpec(**{"image_size": (16, 16), "grid": (2, 2), "batch_size": 4, "regions": 3} | settings)
+    found = open_shards(list(paths), options.sidecars, strict=options.strict, max_bad=options.max_bad)
+    return ShardLoader(found, spec, TOKENIZER, options, ranks, warn)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.data.keyed_random import key_of, permutation, uniform, uniforms
+from powerclip.data.keyed_random import key_of, keys_of, permutation, uniform, uniforms
 
 
 def test_numbers_are_those_that_a_run_of_last_year_saw():
@@ -21,6 +21,12 @@ def test_numbers_are_those_that_a_run_of_last_year_saw():
 def test_arrays_hold_the_numbers_that_single_draws_give(parts, count):
     key = key_of(*parts)
     assert uniforms(np.array([key], np.uint64), count)[0].tolist() == [uniform(key, i) for i in range(count)]
+
+
+@given(st.integers(-1, 2**70), st.lists(st.integers(0, 2**62), min_size=1, max_size=5), st.integers(0, 9))
+def test_arrays_of_keys_are_those_of_their_parts(seed, numbers, purpose):
+    expected = [key_of(seed, number, purpose) for number in numbers]
+    assert keys_of(seed, np.array(numbers), purpose).tolist() == expected
 
 
 def test_every_part_of_a_key_counts_and_so_does_its_place():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -11,9 +12,15 @@ from shard_examples import block, encoded
 
 from powerclip.data.decode import decode_crop
 from powerclip.data.mask_codec import GRID, pack_mask
-from powerclip.data.masks import choose_regions, overlap
+from powerclip.data.masks import choose_regions, overlaps
 
 WHOLE = (0.0, 0.0, 1.0, 1.0)
+
+
+def chosen(packed: list[bytes], count: int, box: tuple[float, ...], grid: tuple[int, int]) -> torch.Tensor:
+    """The regions of one image."""
+    (regions,) = choose_regions([packed], torch.tensor([box], dtype=torch.float64), count, grid)
+    return regions
 
 
 @st.composite
@@ -41,44 +48,60 @@ def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(mask,
     )
     seen = crop.pixels[..., 0].float().unfold(0, patch, patch).unfold(1, patch, patch).mean((2, 3)).flatten() / 255
     assume(seen.max() > 0.6)  # else it is the most covered patch, see below
-    regions = choose_regions([pack_mask(mask)], 1, crop.box, grid, 0)
+    regions = chosen([pack_mask(mask)], 1, crop.box, grid)
     assert regions.shape == (1, 35)
     sure = (seen - 0.5).abs() > 0.08  # a patch that is half covered may fall to either side
-    assert np.array_equal(regions[0][sure.numpy()], (seen > 0.5)[sure].numpy())
+    assert torch.equal(regions[0][sure], (seen > 0.5)[sure])
 
 
 def test_a_mask_too_small_for_any_patch_is_the_patch_that_it_covers_most():
     small = block(0.3, 0.6, 0.35, 0.65)
-    (region,) = choose_regions([pack_mask(small)], 1, WHOLE, (2, 2), 0)
+    (region,) = chosen([pack_mask(small)], 1, WHOLE, (2, 2))
     assert region.tolist() == [False, False, True, False]
 
 
-def test_a_mask_that_the_crop_empties_is_drawn_again():
-    left, right = block(0, 0, 0.25, 1), block(0.75, 0, 1, 1)
-    packed = [pack_mask(left)] * 9 + [pack_mask(right)]
-    for key in range(10):
-        (region,) = choose_regions(packed, 1, (0.5, 0.0, 1.0, 1.0), (2, 2), key)
-        assert region.tolist() == [False, True, False, True]
-    assert choose_regions(packed[:9], 3, (0.5, 0.0, 1.0, 1.0), (2, 2), 0).shape == (0, 4)
+def test_a_mask_that_the_crop_empties_gives_way_to_the_next():
+    left, right = pack_mask(block(0, 0, 0.25, 1)), pack_mask(block(0.75, 0, 1, 1))
+    half = (0.5, 0.0, 1.0, 1.0)
+    (region,) = chosen([left] * 9 + [right], 1, half, (2, 2))
+    assert region.tolist() == [False, True, False, True]
+    assert chosen([left] * 9, 3, half, (2, 2)).shape == (0, 4)
 
 
-def test_masks_are_drawn_without_repetition_and_all_in_time():
+def test_masks_are_taken_in_their_order_until_there_are_enough():
     packed = [pack_mask(block(column / 4, 0, (column + 1) / 4, 1)) for column in range(4)]
-    drawn = [choose_regions(packed, 2, WHOLE, (1, 4), key) for key in range(40)]
-    assert all(len(np.unique(regions, axis=0)) == 2 for regions in drawn)
-    assert len({row.tobytes() for regions in drawn for row in regions}) == 4
-    assert choose_regions(packed, 9, WHOLE, (1, 4), 0).shape == (4, 4)
-    assert choose_regions([], 9, WHOLE, (1, 4), 0).shape == (0, 4)
+    assert chosen(packed[::-1], 2, WHOLE, (1, 4)).int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
+    assert chosen(packed, 9, WHOLE, (1, 4)).shape == (4, 4)
+    assert chosen([], 9, WHOLE, (1, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_the_masks_of_a_batch_are_those_of_its_images(at_once, monkeypatch):
+    monkeypatch.setattr("powerclip.data.masks._IMAGES_AT_ONCE", at_once)
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(0, 0.8, (7, 6, 2))
+    listed = [
+        [pack_mask(block(x, y, x + 0.2, y + 0.2)) for x, y in one[: 1 + number]] for number, one in enumerate(corners)
+    ]
+    boxes = [(x, y, x + 0.5, y + 0.5) for x, y in rng.uniform(0, 0.5, (7, 2))]
+    together = choose_regions(listed, torch.tensor(boxes, dtype=torch.float64), 3, (4, 4))
+    assert len({len(regions) for regions in together}) > 2
+    for packed, box, regions in zip(listed, boxes, together, strict=True):
+        assert torch.equal(regions, chosen(packed, 3, box, (4, 4)))
 
 
 @given(st.floats(0, 0.9), st.floats(0.05, 1.0), st.integers(1, 20))
 def test_overlaps_share_out_every_cell_of_a_crop(start, length, cells):
-    rows = overlap(start, min(start + length, 1.0), cells)
+    edges = torch.tensor([[start], [min(start + length, 1.0)]], dtype=torch.float64)
+    (rows,) = overlaps(*edges, cells)
     assert rows.shape == (cells, GRID)
     assert rows.min() >= 0
-    assert np.allclose(rows.sum(1), 1, atol=1e-4)
+    torch.testing.assert_close(rows.sum(1), torch.ones(cells, dtype=torch.float64))
 
 
-def test_bytes_that_are_no_mask_are_an_error():
-    with pytest.raises(ValueError, match="no packed mask"):
-        choose_regions([b"?"], 1, WHOLE, (2, 2), 0)
+def test_an_image_with_bytes_that_are_no_mask_has_none_and_the_others_have_theirs():
+    good = pack_mask(block(0, 0, 0.5, 1))
+    whole = torch.tensor([WHOLE] * 3, dtype=torch.float64)
+    first, broken, last = choose_regions([[good], [good, b"?"], [good]], whole, 2, (1, 2))
+    assert broken is None
+    assert first.tolist() == last.tolist() == [[True, False]]

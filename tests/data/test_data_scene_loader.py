@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from powerclip.data.batch import Batch
+from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.scenes import generate, render
@@ -21,8 +21,8 @@ def tokenizer() -> CaptionTokenizer:
 
 
 def loader(tokenizer: CaptionTokenizer, **options: object) -> SceneLoader:
-    chosen = {"image_size": (32, 32), "grid": (4, 4), "batch_size": 6, "regions": 5, **options}
-    return SceneLoader(tokenizer=tokenizer, **chosen)
+    spec = BatchSpec(**{"image_size": (32, 32), "grid": (4, 4), "batch_size": 6, "regions": 5} | options)
+    return SceneLoader(spec, tokenizer)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -66,7 +66,7 @@ def test_shapes_are_those_of_the_grid_and_the_batch(tokenizer):
 
 
 def test_boxes_follow_their_own_seed_and_change_from_step_to_step(tokenizer):
-    first, other = loader(tokenizer), loader(tokenizer, region_seed=1)
+    first, other = loader(tokenizer), loader(tokenizer, augment_seed=1)
     assert torch.equal(first.batch(0).images, other.batch(0).images)
     assert not torch.equal(first.batch(0).regions, other.batch(0).regions)
     # Seed and step do not add up to the same boxes.

@@ -36,6 +36,7 @@ from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.tokens import pack_phrases
 from powerclip.data.trees import flat_tree, tree_from_spans
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import Ranks
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -127,7 +128,7 @@ def test_crops_change_from_epoch_to_epoch_and_the_seeds_say_how(shards):
     def first(**options: object) -> Batch:
         return loader(shards, batch_size=20, crop=0.3, **options).batch(options.pop("step", 0))
 
-    usual, order, parts = first(), first(seed=1), first(region_seed=1)
+    usual, order, parts = first(), first(seed=1), first(augment_seed=1)
     later = loader(shards, batch_size=20, crop=0.3).batch(1)
     assert order.keys != usual.keys
     assert parts.keys == usual.keys
@@ -144,6 +145,16 @@ def test_the_number_of_regions_changes_neither_captions_nor_crops(shards):
     few, many = (loader(shards, trees=True, segments=True, regions=regions).batch(0) for regions in (2, 9))
     assert torch.equal(few.images, many.images)
     assert torch.equal(few.tokens, many.tokens)
+
+
+def test_masks_are_drawn_without_repetition_and_all_in_time(tmp_path):
+    (path,) = write_samples(tmp_path, [1])
+    image = dict(sample("s0000"))["s0000.png"]
+    write_regions(path, {"s0000": [block(n / 4, 0, (n + 1) / 4, 1) for n in range(4)]}, {"s0000": image})
+    made = loader([path], batch_size=1, grid=(1, 4), regions=2, segments=True, crop=1.0)
+    drawn = [made.batch(epoch).regions[0].tolist() for epoch in range(40)]
+    assert all(one != other and sum(one) == sum(other) == 1 for one, other in drawn)
+    assert len({tuple(row) for regions in drawn for row in regions}) == 4
 
 
 # ---- who makes it, and from where ------------------------------------------------------------------------------------
@@ -170,7 +181,7 @@ def test_a_worker_that_was_not_forked_makes_the_same_batches(shards):
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_ranks_share_the_batch_that_one_process_would_see(shards, count):
     whole = loader(shards, batch_size=6, crop=0.5)
-    ranks = [loader(shards, batch_size=6, crop=0.5, rank=rank, world_size=count) for rank in range(count)]
+    ranks = [loader(shards, batch_size=6, crop=0.5, ranks=Ranks(rank, count)) for rank in range(count)]
     for step in range(5):
         parts = [rank.batch(step) for rank in ranks]
         assert keys(parts) == whole.batch(step).keys
@@ -180,11 +191,9 @@ def test_ranks_share_the_batch_that_one_process_would_see(shards, count):
 
 def test_a_run_goes_on_in_mid_epoch_on_another_number_of_ranks(shards):
     whole = keys(loader(shards, batch_size=6).stream(0, 10))
-    before = keys(
-        loader(shards, batch_size=6, rank=rank, world_size=2).batch(step) for step in (0, 1) for rank in (0, 1)
-    )
+    before = keys(loader(shards, batch_size=6, ranks=Ranks(rank, 2)).batch(step) for step in (0, 1) for rank in (0, 1))
     after = keys(
-        loader(shards, batch_size=6, rank=rank, world_size=3).batch(step) for step in range(2, 10) for rank in range(3)
+        loader(shards, batch_size=6, ranks=Ranks(rank, 3)).batch(step) for step in range(2, 10) for rank in range(3)
     )
     assert before + after == whole
 
@@ -270,7 +279,7 @@ def test_a_bad_sample_is_counted_said_and_another_stands_in(tmp_path, kind):
         assert sum((Counter(batch.counts) for batch in epoch), Counter()) == {fault: 1}
     assert len(said) == 1
     assert f"{path}, sample bad: " in said[0]
-    assert f"another sample stands in. More are counted as {fault}" in said[0]
+    assert f"another sample replaces it. More are counted as {fault}" in said[0]
 
 
 def test_who_stands_in_does_not_depend_on_workers_or_ranks(tmp_path):
@@ -281,7 +290,7 @@ def test_who_stands_in_does_not_depend_on_workers_or_ranks(tmp_path):
     workers = loader([path], workers=2, **options).stream(0, 4)
     assert all(same(one, other) for one, other in zip(workers, reference, strict=True))
     for step in range(4):
-        parts = [loader([path], rank=rank, world_size=3, **options).batch(step) for rank in range(3)]
+        parts = [loader([path], ranks=Ranks(rank, 3), **options).batch(step) for rank in range(3)]
         assert keys(parts) == reference[step].keys
 
 
@@ -354,7 +363,7 @@ def test_batches_larger_than_the_corpus_or_not_to_be_shared_are_an_error(shards)
     with pytest.raises(UserError, match=r"train\.batch_size is 21, but the shards have only 20 samples"):
         loader(shards, batch_size=21)
     with pytest.raises(UserError, match=r"train\.batch_size is 4, which 3 ranks cannot share evenly"):
-        loader(shards, batch_size=4, world_size=3)
+        loader(shards, batch_size=4, ranks=Ranks(0, 3))
 
 
 def test_a_worker_outlives_the_signal_that_asks_the_run_to_stop(shards):
@@ -376,7 +385,7 @@ def test_real_shards_are_read_without_a_fault(tmp_path, real_data):
 
 
 def test_sorting_puts_the_same_samples_in_the_order_of_their_captions_lengths(shards):
-    plain, ordered = (loader(shards, batch_size=16, trees=True, sort=sort).batch(0) for sort in (False, True))
+    plain, ordered = (loader(shards, batch_size=16, trees=True, sort_by_length=sort).batch(0) for sort in (False, True))
     lengths = (ordered.tokens.argmax(1) + 1).tolist()
     assert lengths == sorted(lengths)
     assert ordered.lengths == tuple(lengths)

@@ -12,8 +12,9 @@ from PIL import Image
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.embed import Parts, embed_parts
 from powerclip.alignment.loss import alignment_loss
+from powerclip.data.batch import BatchSpec
 from powerclip.data.corpus import read_corpus
-from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.corpus_loader import CorpusLoader, pack_corpus
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import build, load, save
 from powerclip.errors import UserError
@@ -129,8 +130,8 @@ def test_vectors_of_shards_are_those_that_training_sees(model, tmp_path):
     encoder, _, tokenizer = load(model)
     encoder.eval()
     corpus = read_corpus([folder / "train-000.tar"], 32, folder / "trees.tsv")
-    settings = {"image_size": (32, 32), "grid": (4, 4), "batch_size": 4, "crop": 1.0}
-    loader = CorpusLoader(corpus, tokenizer=CaptionTokenizer(tokenizer), **settings)
+    spec = BatchSpec(image_size=(32, 32), grid=(4, 4), batch_size=4, crop=1.0)
+    loader = CorpusLoader(pack_corpus(corpus, CaptionTokenizer(tokenizer)), spec)
     batch = loader.batch(0)
     with torch.inference_mode():
         (_, patches), (_, words) = encoder.encode_patches(batch.images), encoder.encode_words(batch.tokens)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch.nn.functional import normalize
 
-from powerclip.data.batch import Batch
+from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, Features, build
@@ -23,9 +23,8 @@ CONFIG = {
 
 @cache
 def tiny_loader(count: int) -> SceneLoader:
-    return SceneLoader(
-        tokenizer=CaptionTokenizer(context_length=40), image_size=(32, 32), grid=(4, 4), batch_size=count, regions=5
-    )
+    spec = BatchSpec(image_size=(32, 32), grid=(4, 4), batch_size=count, regions=5)
+    return SceneLoader(spec, CaptionTokenizer(context_length=40))
 
 
 @cache

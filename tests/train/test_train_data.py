@@ -38,7 +38,7 @@ def test_a_recipe_says_which_loader_makes_its_batches(tmp_path, mini_corpus):
     assert isinstance(make_loader(recipe, encoder), SceneLoader)
     loader = make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.crop=0.7", "data.seed=3"), encoder)
     assert isinstance(loader, CorpusLoader)
-    assert (loader.crop, loader.seed, loader.region_seed, loader.regions) == (0.7, 3, 0, 3)
+    assert (loader.spec.crop, loader.spec.seed, loader.spec.augment_seed, loader.spec.regions) == (0.7, 3, 0, 3)
     assert loader.batch(0).images.shape == (4, 3, 16, 16)
     assert loader.corpus.images.shape[-1] == kept_size((16, 16)) == 18
 

@@ -31,8 +31,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import powerclip
 from powerclip.cli import FIRST_RANK_SPEAKS, app, fail
+from powerclip.data.batch import BatchSpec
 from powerclip.data.corpus import read_corpus
-from powerclip.data.corpus_loader import CorpusLoader
+from powerclip.data.corpus_loader import CorpusLoader, pack_corpus
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
@@ -249,16 +250,8 @@ def test_one_gpu_is_not_enough_for_several_ranks(monkeypatch):
 @pytest.mark.parametrize("case", ["clip", "powerclip"])
 def test_parts_with_short_captions_only_are_not_padded_to_the_longest(tmp_path, mini_corpus, case):
     corpus = read_corpus(sorted(mini_corpus.glob("train-*.tar")), 32, None)
-    loader = CorpusLoader(
-        corpus,
-        image_size=(32, 32),
-        grid=(4, 4),
-        batch_size=8,
-        regions=3,
-        length_multiple=1,
-        sort=True,
-        tokenizer=CaptionTokenizer(context_length=40),
-    )
+    spec = BatchSpec(image_size=(32, 32), grid=(4, 4), batch_size=8, regions=3, sort_by_length=True)
+    loader = CorpusLoader(pack_corpus(corpus, CaptionTokenizer(context_length=40)), spec)
     batch = next(batch for batch in map(loader.batch, range(20)) if batch.short < batch.tokens.shape[1])
     recipe = tiny(tmp_path, *TOWERS, *CASES[case], "train.accumulate=4")
     whole = replace(recipe, train=replace(recipe.train, accumulate=1))
@@ -288,10 +281,9 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one(tmp_path, mini_corpus, sou
         )
     else:
         corpus = read_corpus(sorted(mini_corpus.glob("train-*.tar")), 16, None)
-        whole, *shares = (
-            CorpusLoader(corpus, image_size=(16, 16), grid=(2, 2), batch_size=4, rank=rank, world_size=count)
-            for rank, count in ((0, 1), (0, 2), (1, 2))
-        )
+        spec = BatchSpec(image_size=(16, 16), grid=(2, 2), batch_size=4, length_multiple=16)
+        packed = pack_corpus(corpus, CaptionTokenizer())
+        whole, *shares = (CorpusLoader(packed, spec, ranks=ranks) for ranks in (Ranks(), Ranks(0, 2), Ranks(1, 2)))
     for step in (0, 3):
         batch, parts = whole.batch(step), [share.batch(step) for share in shares]
         assert batch.keys == [key for part in parts for key in part.keys]

@@ -93,6 +93,17 @@ def test_batches_made_ahead_are_the_batches_made_in_turn(tmp_path):
     assert same_weights(tmp_path / "none", tmp_path / "three")
 
 
+def test_a_run_whose_batches_were_drawn_otherwise_says_so_when_it_is_resumed(tmp_path):
+    recipe, folder = tiny(tmp_path), tmp_path / "run" / "checkpoints"
+    stopped(recipe, tmp_path / "run", 7)
+    state = checkpoint.newest(folder, print, required=True)
+    state.pop("draws")  # as before there were versions
+    checkpoint.write(folder, state.pop("step"), state, keep=1)
+    printed = io.StringIO()
+    train(recipe, tmp_path / "run", resume=True, quiet=True, console=Console(file=printed, width=300))
+    assert "begun with a version of powerclip that drew the order of samples, crops and regions" in printed.getvalue()
+
+
 def test_a_run_stopped_before_its_first_checkpoint_resumes_from_the_start(tmp_path):
     recipe = tiny(tmp_path)
     stopped(recipe, tmp_path / "run", 3)

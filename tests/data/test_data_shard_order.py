@@ -7,13 +7,13 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.data.order import StreamOrder
+from powerclip.data.shard_order import StreamOrder
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 
 
 def epoch(order: StreamOrder, number: int) -> list[tuple[int, int]]:
-    places = [order.place(position) for position in range(number * order.samples, (number + 1) * order.samples)]
+    places = [order.sample_at(position) for position in range(number * order.samples, (number + 1) * order.samples)]
     assert {place.epoch for place in places} == {number}
     return [(place.shard, place.number) for place in places]
 
@@ -48,9 +48,9 @@ def test_which_shards_share_a_window_changes_from_epoch_to_epoch():
 def test_a_place_does_not_depend_on_what_was_asked_before_nor_on_the_process():
     order = StreamOrder([7, 3, 9, 4], seed=5, window=2)
     positions = [60, 2, 41, 22, 0, 59]
-    fresh = [StreamOrder([7, 3, 9, 4], seed=5, window=2).place(position) for position in positions]
-    assert [order.place(position) for position in positions] == fresh
-    assert [pickle.loads(pickle.dumps(order)).place(position) for position in positions] == fresh
+    fresh = [StreamOrder([7, 3, 9, 4], seed=5, window=2).sample_at(position) for position in positions]
+    assert [order.sample_at(position) for position in positions] == fresh
+    assert [pickle.loads(pickle.dumps(order)).sample_at(position) for position in positions] == fresh
 
 
 @given(COUNTS.filter(lambda counts: sum(counts) > 4), st.integers(0, 40), st.integers(1, 4))
@@ -59,9 +59,9 @@ def test_a_stand_in_comes_from_the_window_but_never_from_the_batch(counts, step,
     batch = range(4 * step, 4 * step + 4)
     for position in batch:
         own = order._window_at(*divmod(position, order.samples))
-        members = {own.place(position // order.samples, at) for at in range(len(own))}
-        shown = {order.place(other) for other in batch}
-        spares = {order.spare(position, attempt, batch) for attempt in range(1, 6)}
+        members = {own.sample_at(position // order.samples, at) for at in range(len(own))}
+        shown = {order.sample_at(other) for other in batch}
+        spares = {order.substitute(position, attempt, batch) for attempt in range(1, 6)}
         assert spares <= members
         if len(members - shown) > 0:
             assert not spares & shown
@@ -69,9 +69,9 @@ def test_a_stand_in_comes_from_the_window_but_never_from_the_batch(counts, step,
 
 def test_stand_ins_of_a_position_differ_from_attempt_to_attempt():
     order = StreamOrder([1000], seed=0)
-    spares = [order.spare(5, attempt, range(4, 8)) for attempt in range(1, 20)]
+    spares = [order.substitute(5, attempt, range(4, 8)) for attempt in range(1, 20)]
     assert len(set(spares)) > 15
-    assert spares == [order.spare(5, attempt, range(4, 8)) for attempt in range(1, 20)]
+    assert spares == [order.substitute(5, attempt, range(4, 8)) for attempt in range(1, 20)]
 
 
 def test_a_shard_without_samples_is_never_asked_for():

@@ -2,41 +2,23 @@
 
 Everything random is a function of the seed, the epoch and the sample; neither the process that prepares it nor what was
 prepared before matters.
-
-Axes: M regions · N patches
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from powerclip.data.batch import BatchSpec
 from powerclip.data.captions import read_captions
 from powerclip.data.decode import Crop, decode_crop
 from powerclip.data.faults import FLAT_TREES, BadSample, Fault, FaultReport
-from powerclip.data.keyed_random import key_of, uniform
-from powerclip.data.masks import choose_regions
-from powerclip.data.order import Place
+from powerclip.data.keyed_random import Draw, key_of, permutation, uniform
+from powerclip.data.shard_order import SampleId
 from powerclip.data.shard_reader import NoSidecar, OpenShard, ShardReader
 from powerclip.data.sidecar import Miss
 from powerclip.data.tokens import CaptionTokenizer, TokenizedCaption
 from powerclip.data.trees import Tree, flat_tree, tree_from_spans
 from powerclip.errors import UserError
-
-_CAPTION, _CROP, _MASKS, _BOXES = range(4)  # what a key is for: to draw more of one does not change another
-
-
-@dataclass(frozen=True)
-class Look:
-    """How samples are shown."""
-
-    image_size: tuple[int, int]  # height and width in pixels
-    grid: tuple[int, int]  # rows and columns of patches
-    crop: float  # smallest share of an image's area that a crop keeps
-    regions: int  # M
-    seed: int  # of captions, crops and regions
 
 
 @dataclass(frozen=True)
@@ -44,76 +26,72 @@ class Sample:
     """A sample, ready to be put into a batch."""
 
     key: str
+    name: str  # of the sample, for a message
     crop: Crop
     tokens: TokenizedCaption
     tree: Tree
-    segments: npt.NDArray[np.bool_]  # [≤ M, N]
+    masks: list[bytes]  # stored masks of the image, in the order in which they are taken
     box_key: int  # of the random boxes that stand for the segments it lacks
 
 
 class SampleMaker:
     """Prepares samples. What is wrong with one goes into the report that is handed in."""
 
-    def __init__(self, reader: ShardReader, tokenizer: CaptionTokenizer, look: Look):
-        self.reader, self.tokenizer, self.look = reader, tokenizer, look
+    def __init__(self, reader: ShardReader, tokenizer: CaptionTokenizer, spec: BatchSpec):
+        self.reader, self.tokenizer, self.spec = reader, tokenizer, spec
 
-    def make(self, place: Place, attempt: int, report: FaultReport) -> Sample:
-        """The sample at a place; `attempt` tells its turn as a stand-in for another from its own.
+    def make(self, sample: SampleId, attempt: int, report: FaultReport) -> Sample:
+        """The sample of that number; `attempt` tells its turn as a substitute for another from its own.
 
         Raises:
             BadSample: it cannot be used.
             UserError: its shard was exchanged for another.
         """
-        shard = self.reader.open(place.shard)
-        key = shard.index.keys[place.number]
-        where = self.name(place)
+        shard = self.reader.open(sample.shard)
+        key = shard.index.keys[sample.number]
+        where = self.name(sample)
 
-        def draw(purpose: int) -> int:
-            return key_of(self.look.seed, place.epoch, place.shard, place.number, attempt, purpose)
+        def key_for(purpose: Draw) -> int:
+            return key_of(self.spec.augment_seed, sample.epoch, sample.shard, sample.number, attempt, purpose)
 
-        captions = _captions(shard, place.number)
-        caption = captions[int(uniform(draw(_CAPTION), 0) * len(captions))]
-        image = shard.read(shard.index.image(place.number))
-        crop = decode_crop(image, self.look.image_size, self.look.crop, draw(_CROP))
+        captions = _captions(shard, sample.number)
+        caption = captions[int(uniform(key_for(Draw.CAPTION), 0) * len(captions))]
+        image = shard.read(shard.index.image(sample.number))
+        crop = decode_crop(image, self.spec.image_size, self.spec.crop, key_for(Draw.CROP))
         for fault in crop.faults:
             report.add(fault, where)
         return Sample(
             key=key,
+            name=where,
             crop=crop,
             tokens=self.tokenizer.encode(caption),
             tree=_tree(shard, key, caption, where, report),
-            segments=self._segments(shard, key, image, crop, draw(_MASKS), where, report),
-            box_key=draw(_BOXES),
+            masks=_masks(shard, key, image, key_for(Draw.MASKS), where, report),
+            box_key=key_for(Draw.BOXES),
         )
 
-    def name(self, place: Place) -> str:
+    def name(self, sample: SampleId) -> str:
         """Which sample that is, for a message."""
         try:
-            shard = self.reader.open(place.shard)
+            shard = self.reader.open(sample.shard)
         except BadSample:
-            return f"shard {self.reader.path(place.shard)}"
-        return f"{shard.path}, sample {shard.index.keys[place.number]}"
+            return f"shard {self.reader.path(sample.shard)}"
+        return f"{shard.path}, sample {shard.index.keys[sample.number]}"
 
-    def _segments(
-        self, shard: OpenShard, key: str, image: bytes, crop: Crop, draw: int, where: str, report: FaultReport
-    ) -> npt.NDArray[np.bool_]:
-        """The patches of stored masks; fewer than M, or none, where there are no more."""
-        none = np.zeros((0, self.look.grid[0] * self.look.grid[1]), np.bool_)
-        if shard.regions is None:
-            return none
-        if isinstance(shard.regions, NoSidecar):
-            report.add(shard.regions.fault, where, shard.regions.detail)
-            return none
-        # A tar that was not touched since holds the images that were annotated.
-        packed = shard.regions.packed(key, None if shard.is_as_annotated(shard.regions.info) else image)
-        if isinstance(packed, Miss):
-            report.add(Fault.REGIONS_NO_ROW if packed is Miss.NO_ROW else Fault.REGIONS_STALE, where, packed)
-            return none
-        try:
-            return choose_regions(packed, self.look.regions, crop.box, self.look.grid, draw)
-        except ValueError as error:
-            report.add(Fault.REGIONS_BROKEN, where, str(error))
-            return none
+
+def _masks(shard: OpenShard, key: str, image: bytes, draw: int, where: str, report: FaultReport) -> list[bytes]:
+    """The stored masks of an image in random order; none where there are none."""
+    if shard.regions is None:
+        return []
+    if isinstance(shard.regions, NoSidecar):
+        report.add(shard.regions.fault, where, shard.regions.detail)
+        return []
+    # A tar that was not touched since holds the images that were annotated.
+    packed = shard.regions.packed(key, None if shard.is_as_annotated(shard.regions.info) else image)
+    if isinstance(packed, Miss):
+        report.add(Fault.REGIONS_NO_ROW if packed is Miss.NO_ROW else Fault.REGIONS_STALE, where, packed)
+        return []
+    return [packed[number] for number in permutation(draw, len(packed)).tolist()]
 
 
 def _captions(shard: OpenShard, number: int) -> list[str]:

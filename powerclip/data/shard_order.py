@@ -1,9 +1,10 @@
-"""In which order an endless stream of epochs shows the samples of many shards: a function of the seed and the place.
+"""In which order an endless stream of epochs shows the samples of many shards: a function of the seed and the position.
 
 Each epoch shuffles the shards, deals them into windows of a few, and shuffles all samples of a window together. So at
 any time only the files of one window are read (two at its edge), while neighbours in the stream still come from
-anywhere in tens of thousands of samples. A place in the stream is a whole number: after n samples, n; epoch e holds the
-places e·n … (e+1)·n-1. Nothing else is needed to go on from there, and who asks for which places does not matter.
+anywhere in tens of thousands of samples. A position in the stream is a whole number: after n samples, n; epoch e holds
+the positions e·n … (e+1)·n-1. Nothing else is needed to go on from there, and it does not matter which process asks for
+which positions.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy.typing as npt
 
 from powerclip.data.keyed_random import key_of, permutation, uniform
 
-_SHARDS, _SAMPLES, _SPARES = range(3)  # what a key is for
+_SHARDS, _SAMPLES, _SUBSTITUTES = range(3)  # what a key is for
 
 
-class Place(NamedTuple):
-    """A sample's turn: which epoch, which shard, which of the shard's samples."""
+class SampleId(NamedTuple):
+    """A sample in an epoch: which epoch, which shard, which of the shard's samples."""
 
     epoch: int
     shard: int
@@ -33,7 +34,7 @@ class Place(NamedTuple):
 class _Window:
     """Shards whose samples are shuffled together, somewhere in an epoch."""
 
-    start: int  # its first place in the epoch
+    start: int  # its first position in the epoch
     shards: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]  # samples of the window's first, first two, … shards
     order: npt.NDArray[np.int64]
@@ -41,12 +42,12 @@ class _Window:
     def __len__(self) -> int:
         return len(self.order)
 
-    def place(self, epoch: int, at: int) -> Place:
-        """What the window shows as its `at`-th."""
+    def sample_at(self, epoch: int, at: int) -> SampleId:
+        """The sample that the window shows as its `at`-th."""
         sample = int(self.order[at])
         shard = int(np.searchsorted(self.ends, sample, side="right"))
         first = int(self.ends[shard - 1]) if shard else 0
-        return Place(epoch, int(self.shards[shard]), sample - first)
+        return SampleId(epoch, int(self.shards[shard]), sample - first)
 
 
 class StreamOrder:
@@ -72,14 +73,14 @@ class StreamOrder:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def place(self, position: int) -> Place:
+    def sample_at(self, position: int) -> SampleId:
         """The sample at a position of the stream."""
         epoch, at = divmod(position, self.samples)
         window = self._window_at(epoch, at)
-        return window.place(epoch, at - window.start)
+        return window.sample_at(epoch, at - window.start)
 
-    def spare(self, position: int, attempt: int, batch: range) -> Place:
-        """Who stands in for a sample that cannot be used: another of its window, none of the same batch of positions.
+    def substitute(self, position: int, attempt: int, batch: range) -> SampleId:
+        """What replaces a sample that cannot be used: another of its window, none of the same batch of positions.
 
         `attempt` 1, 2, … gives ever others. A window that is all in the batch gives whatever it has.
         """
@@ -87,19 +88,19 @@ class StreamOrder:
         window = self._window_at(epoch, at)
         first = max(batch.start - epoch * self.samples - window.start, 0)
         end = min(batch.stop - epoch * self.samples - window.start, len(window))
-        draw = uniform(key_of(self.seed, epoch, _SPARES, position), attempt)
+        draw = uniform(key_of(self.seed, epoch, _SUBSTITUTES, position), attempt)
         others = len(window) - (end - first)
         if others <= 0:
-            return window.place(epoch, int(draw * len(window)))
+            return window.sample_at(epoch, int(draw * len(window)))
         chosen = int(draw * others)
-        return window.place(epoch, chosen if chosen < first else chosen + end - first)
+        return window.sample_at(epoch, chosen if chosen < first else chosen + end - first)
 
     def _window_at(self, epoch: int, at: int) -> _Window:
         starts = self._epoch(epoch)[1]
         return self._window(epoch, int(np.searchsorted(starts, at, side="right")) - 1)
 
     def _make_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The shards in the order of an epoch, and the places where its windows begin. Empty windows are left out."""
+        """The shards in the order of an epoch, and where in it its windows begin. Empty windows are left out."""
         shards = permutation(key_of(self.seed, epoch, _SHARDS), len(self.counts))
         shards = shards[self.counts[shards] > 0]
         ends = np.cumsum(self.counts[shards])

@@ -1,21 +1,24 @@
-"""Crops by products of matrices are those of `grid_sample`."""
+"""Pixels on their device: normalised as the tower wants, squashed as Pillow does, cropped as `grid_sample` does."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-from powerclip.data.corpus_loader import random_crops
-from powerclip.data.resample import crop_batch, cubic_weights
+from powerclip.data.crops import crop_boxes
+from powerclip.data.pixels import Normaliser, crop_batch, cubic_weights, squash
 
 
 def sampled(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
     """The literal version, in double precision."""
-    crops = crops.double()
+    start, end = crops.double().chunk(2, 1)
     theta = torch.zeros(len(crops), 2, 3, dtype=torch.float64)
-    theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = crops[:, 2], crops[:, 3], crops[:, :2]
+    # From −1 … 1 in the crop to −1 … 1 in the image.
+    theta[:, [0, 1], [0, 1]], theta[:, :, 2] = end - start, start + end - 1
     where = F.affine_grid(theta, [len(crops), 3, *size], align_corners=False)
     found = F.grid_sample(images.double(), where, mode="bicubic", padding_mode="border", align_corners=False)
     return found.clamp(0, 255)
@@ -28,7 +31,7 @@ def sampled(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
 def test_crops_are_those_of_grid_sample(image: tuple[int, int], size: tuple[int, int], smallest: float) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, *image), generator=generator, dtype=torch.uint8)
-    crops = random_crops(6, smallest, generator)
+    crops = crop_boxes(torch.rand(6, 4, generator=generator), smallest)
     found = crop_batch(images, crops, size)
     assert found.shape == (6, 3, *size)
     assert found.is_contiguous()
@@ -43,6 +46,20 @@ def test_a_whole_image_at_its_own_size_is_itself() -> None:
 
 
 def test_every_cell_takes_one_pixel_in_all() -> None:
-    weights = cubic_weights(torch.tensor([0.0, -0.5, 0.5]), torch.tensor([1.0, 0.5, 0.5]), 11, 6)
+    weights = cubic_weights(torch.tensor([0.0, 0.0, 0.5]), torch.tensor([1.0, 0.5, 1.0]), 11, 6)
     assert weights.shape == (3, 11, 6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 11))
+
+
+def test_pixels_are_normalised_as_the_tower_wants():
+    pixels = torch.randint(0, 256, (2, 3, 4, 4)).float()
+    mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.5, 0.6, 0.7]).view(3, 1, 1)
+    expected = (pixels / 255 - mean) / std
+    assert torch.allclose(Normaliser([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])(pixels.clone()), expected, atol=1e-5)
+
+
+def test_whole_images_are_squashed_as_pillow_does_it():
+    pixels = torch.randint(0, 256, (3, 40, 60), generator=torch.Generator().manual_seed(1)).byte()
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
+    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+    assert (squash(pixels[None], (16, 24))[0] - expected).abs().max() < 1.5

@@ -11,17 +11,29 @@ from mini_corpus import write_shard
 from PIL import Image
 from shard_examples import TOKENIZER, block, encoded, info, ramp, sample, write_regions, write_samples
 
-from powerclip.alignment.regions import random_boxes
+from powerclip.alignment.regions import boxes_of, random_boxes
 from powerclip.annotate.writer import RegionRows, write_sidecar
+from powerclip.data.batch import BatchSpec
 from powerclip.data.captions import content_hash
 from powerclip.data.corpus import Corpus, read_corpus
-from powerclip.data.corpus_loader import CorpusLoader, random_crops
-from powerclip.data.corpus_masks import BROKEN, NO_MASK, NO_ROW, STALE, CorpusMasks, crop_masks, read_masks
-from powerclip.data.loader import mix
+from powerclip.data.corpus_loader import CorpusLoader, pack_corpus
+from powerclip.data.crops import crop_boxes
+from powerclip.data.keyed_random import Draw, keys_of
+from powerclip.data.loader import box_draws
 from powerclip.data.mask_codec import GRID, pack_mask
-from powerclip.data.masks import choose_regions, overlap
+from powerclip.data.masks import (
+    BROKEN,
+    NO_MASK,
+    NO_ROW,
+    STALE,
+    CorpusMasks,
+    choose_regions,
+    crop_masks,
+    read_masks,
+)
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.sidecar import SidecarError, sidecar_path
+from powerclip.runtime.distributed import SINGLE, Ranks
 
 COUNTS = [3, 0, 7, 12, 1, 9, 5, 12]  # masks of each image
 IMAGES = {f"s{number:04d}": encoded(ramp(24, 18, number)) for number in range(len(COUNTS))}
@@ -60,17 +72,25 @@ def masks(corpus) -> CorpusMasks:
     return read_masks(corpus)
 
 
-def loader(corpus: Corpus, masks: CorpusMasks | None, **options: object) -> CorpusLoader:
-    chosen = {"image_size": (16, 16), "grid": (4, 4), "batch_size": 8, "regions": 5, "crop": 0.3, **options}
-    return CorpusLoader(corpus, masks=masks, tokenizer=TOKENIZER, **chosen)
+SPEC = {"image_size": (16, 16), "grid": (4, 4), "batch_size": 8, "regions": 5, "crop": 0.3}
+
+
+def loader(corpus: Corpus, masks: CorpusMasks | None, ranks: Ranks = SINGLE, **options: object) -> CorpusLoader:
+    spec = BatchSpec(**SPEC | options)
+    return CorpusLoader(pack_corpus(corpus, TOKENIZER), spec, masks, ranks)
 
 
 def cover_of(mask: np.ndarray, crop: torch.Tensor, grid: tuple[int, int]) -> np.ndarray:
-    """How much of each patch of a crop a mask covers, as for shards."""
-    x, y, width, height = crop.tolist()
-    rows = overlap((y - height + 1) / 2, (y + height + 1) / 2, grid[0])
-    columns = overlap((x - width + 1) / 2, (x + width + 1) / 2, grid[1])
-    return (rows @ mask.astype(np.float32) @ columns.T).ravel().round(6)
+    """How much of each patch of a crop a mask covers."""
+    (left, top, right, bottom), cells = crop.tolist(), np.arange(GRID)
+
+    def overlap(start: float, end: float, count: int) -> np.ndarray:
+        """The literal version: how much of each cell of the mask lies in each of `count` equal parts."""
+        edges = np.linspace(start, end, count + 1) * GRID
+        lengths = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
+        return lengths.clip(0) / (edges[1] - edges[0])
+
+    return (overlap(top, bottom, grid[0]) @ mask @ overlap(left, right, grid[1]).T).ravel().round(6)
 
 
 @pytest.mark.parametrize("smallest", [0.05, 0.3, 0.9, 1.0])
@@ -78,7 +98,7 @@ def cover_of(mask: np.ndarray, crop: torch.Tensor, grid: tuple[int, int]) -> np.
 def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_rest(masks, smallest, grid, count):
     generator = torch.Generator().manual_seed(3)
     pictures = torch.randperm(8, generator=generator).repeat(5)
-    crops = random_crops(40, smallest, generator)
+    crops = crop_boxes(torch.rand(40, 4, generator=generator), smallest)
     boxes = random_boxes(40, count, grid, generator)
     draws = torch.rand(40, masks.most, generator=generator)
     chosen = masks.choose(pictures, crops, draws, boxes, grid)
@@ -100,9 +120,10 @@ def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_re
 
 def test_all_masks_of_a_image_are_the_regions_that_shards_would_have(masks):
     # The edges of the patches are those of cells, so that nothing is rounded, here or there.
-    crop, box = torch.tensor([[0.25, -0.25, 0.5, 0.5]]), (0.375, 0.125, 0.875, 0.625)
+    box = (0.375, 0.125, 0.875, 0.625)
+    crop = torch.tensor([box])
     for number, listed in enumerate(MASKS.values()):
-        expected = choose_regions([pack_mask(mask) for mask in listed], 12, box, (4, 8), 0)
+        (expected,) = choose_regions([[pack_mask(mask) for mask in listed]], crop.double(), 12, (4, 8))
         none = torch.zeros(1, 12, 32, dtype=torch.bool)
         (found,) = masks.choose(torch.tensor([number]), crop, torch.rand(1, masks.most), none, (4, 8))
         assert sorted(found[found.any(-1)].tolist()) == sorted(expected.tolist())
@@ -124,7 +145,7 @@ def test_masks_are_drawn_without_repetition_and_all_in_time():
 def test_a_mask_too_small_for_any_patch_is_the_patch_that_it_covers_most():
     small, whole = torch.from_numpy(block(0.3, 0.6, 0.35, 0.65)), torch.tensor([[0.0, 0.0, 1.0, 1.0]])
     assert crop_masks(small[None, None], whole, (2, 2)).tolist() == [[[False, False, True, False]]]
-    right = torch.tensor([[0.5, 0.0, 0.5, 1.0]])
+    right = torch.tensor([[0.5, 0.0, 1.0, 1.0]])
     assert not crop_masks(small[None, None], right, (2, 2)).any()
 
 
@@ -162,12 +183,10 @@ def test_masks_change_nothing_but_regions_and_images_without_keep_their_boxes(co
     assert not torch.equal(plain.regions, masked.regions)
 
 
-def test_random_boxes_are_drawn_right_after_captions_and_crops(corpus):
-    generator = torch.Generator().manual_seed(mix(7, 3))
-    torch.rand(8, generator=generator)
-    random_crops(8, 0.3, generator)
-    expected = random_boxes(8, 5, (4, 4), generator, 0.6)
-    batch = loader(corpus, None, region_seed=7, largest_box=0.6).batch(3)
+def test_boxes_are_those_of_the_seed_the_epoch_and_the_image(corpus):
+    batch = loader(corpus, None, augment_seed=7, largest_box=0.6).batch(3)  # one batch is an epoch
+    images = np.array([corpus.keys.index(key) for key in batch.keys])
+    expected = boxes_of(box_draws(keys_of(7, 3, images, Draw.BOXES), 5), (4, 4), 0.6)
     assert torch.equal(batch.regions, expected)
 
 
@@ -176,16 +195,16 @@ def test_the_same_seeds_and_step_choose_the_same_masks_and_others_others(corpus,
     assert torch.equal(one, again)
     # Whole images, of which each has masks enough: nothing but the choice differs.
     many = CorpusMasks(masks.bits, masks.first[[3] * 8], masks.counts[[3] * 8], masks.most)
-    chosen = [loader(corpus, many, crop=1.0, region_seed=seed).batch(step) for seed, step in ((0, 0), (1, 0), (0, 1))]
+    chosen = [loader(corpus, many, crop=1.0, augment_seed=seed).batch(step) for seed, step in ((0, 0), (1, 0), (0, 1))]
     assert len({batch.regions.numpy().tobytes() for batch in chosen}) == 3
 
 
 @pytest.mark.parametrize("sort", [False, True])
 def test_a_image_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort):
-    whole = loader(corpus, masks, sort=sort).batch(1)
+    whole = loader(corpus, masks, sort_by_length=sort).batch(1)
     known = dict(zip(whole.keys, whole.regions, strict=True))
     for count in (2, 4):
-        parts = [loader(corpus, masks, sort=sort, rank=rank, world_size=count).batch(1) for rank in range(count)]
+        parts = [loader(corpus, masks, Ranks(rank, count), sort_by_length=sort).batch(1) for rank in range(count)]
         found = [pair for part in parts for pair in zip(part.keys, part.regions, strict=True)]
         assert len(found) == 8
         assert all(torch.equal(regions, known[key]) for key, regions in found)
@@ -193,7 +212,7 @@ def test_a_image_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort
 
 def test_how_many_masks_are_unpacked_at_once_changes_nothing(corpus, masks, monkeypatch):
     expected = loader(corpus, masks).batch(0).regions
-    monkeypatch.setattr("powerclip.data.corpus_masks._AT_ONCE", 3 * masks.most)
+    monkeypatch.setattr("powerclip.data.masks._AT_ONCE", 3 * masks.most)
     assert torch.equal(loader(corpus, masks).batch(0).regions, expected)
 
 
