@@ -48,7 +48,7 @@ def powerclip(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 def check_train_and_compare(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> None:
     powerclip(monkeypatch, "train", "--recipe", "captions10k/clip", *TINY, *overrides, "--output", folder / "run")
     results = json.loads((folder / "run" / "results.json").read_text())
-    assert {"retrieval/mean", "composition/mean"} <= results["scores"].keys()
+    assert {"retrieval/mean_recall", "composition/acc"} <= results["scores"].keys()
     assert (folder / "run" / "model").is_dir()
     recipes = ["captions10k/clip", "captions10k/powerclip", "captions10k/paper"]
     powerclip(monkeypatch, "compare", *recipes, *TINY, *overrides, "--seeds", 2, "--output", folder / "study")

@@ -83,7 +83,11 @@ def test_a_recipe_runs_from_the_command_line_and_refuses_to_run_over_itself(tmp_
     assert done.returncode == 0, done.stderr
     assert "step 3/3" in done.stdout
     assert (tmp_path / "run" / "model" / "open_clip_config.json").is_file()
-    scores = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "evaluate/scenes/retrieval" in row]
+    scores = [
+        row
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "evaluate/scenes/retrieval/mean_recall" in row
+    ]
     assert [row["step"] for row in scores] == [2, 3]
     code, error = call(monkeypatch, capsys, *arguments)
     assert code == 2

@@ -75,7 +75,7 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the results go. [default: results/NAME-OF-MODEL]")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda. [default: a GPU]")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no embeddings.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite anew.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
@@ -86,7 +86,7 @@ def evaluate(
     them, and the rest is measured; the same command goes on where it stopped.
     """
     with interruptible("the same command goes on where it stopped"):
-        from powerclip.evaluate.command import evaluate_model
+        from powerclip.evaluate.runner import evaluate_model
 
         evaluate_model(
             model,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from powerclip.evaluate.composition import KINDS
-from powerclip.evaluate.scenes import SceneResults
+from powerclip.evaluate.metrics import CUTOFFS, KINDS
 
 KIND_LABELS = {
     "replace_obj": "replace an object",
@@ -24,7 +23,8 @@ KIND_LABELS = {
 class Outcome:
     """One trained model: what it scored and how long its training took."""
 
-    results: SceneResults
+    scores: Mapping[str, float]  # of the scenes: `TASK/metric` → share of right answers, 0 to 1
+    counts: Mapping[str, int]  # how many scenes, images, classes, comparisons and phrases were looked at
     seconds: float
 
 
@@ -62,44 +62,28 @@ def compare(baseline: Sequence[Outcome], ours: Sequence[Outcome]) -> list[Line]:
     """The table: outcome i of both models comes from the same seed and the same scenes."""
     if not baseline or len(baseline) != len(ours):
         raise ValueError(f"{len(baseline)} outcomes of one model and {len(ours)} of the other")
-    chance = baseline[0].results.chance
+    scores, counts = baseline[0].scores, baseline[0].counts
     lines: list[Line] = []
 
-    def add(group: str, label: str, get: Callable[[SceneResults], float], by_chance: float | None) -> None:
-        lines.append(
-            Line(
-                group,
-                label,
-                "%",
-                None if by_chance is None else 100 * by_chance,
-                tuple(100 * get(outcome.results) for outcome in baseline),
-                tuple(100 * get(outcome.results) for outcome in ours),
-            )
-        )
+    def add(group: str, label: str, key: str, chance: float) -> None:
+        baselines, mine = (tuple(100 * outcome.scores[key] for outcome in model) for model in (baseline, ours))
+        lines.append(Line(group, label, "%", 100 * chance, baselines, mine))
 
-    scenes = baseline[0].results.counts["retrieval"]
-    for k in baseline[0].results.retrieval.text:
-        add("Retrieval", f"image → text, R@{k}", lambda r, k=k: r.retrieval.text[k], k / scenes)  # type: ignore[misc]
-    for k in baseline[0].results.retrieval.image:
-        add("Retrieval", f"text → image, R@{k}", lambda r, k=k: r.retrieval.image[k], k / scenes)  # type: ignore[misc]
-    classes = baseline[0].results.counts["classes"]
-    for k in baseline[0].results.zero_shot:
-        label = f"unseen pairs, top {k}"
-        add("Zero-shot", label, lambda r, k=k: r.zero_shot[k], min(1.0, k / classes))  # type: ignore[misc]
-    for kind in _ordered(baseline[0].results.composition):
-        label = KIND_LABELS.get(kind, kind)
-        add("Composition", label, lambda r, kind=kind: r.composition[kind], 0.5)  # type: ignore[misc]
-    add("Composition", "mean", lambda r: r.composition_mean, 0.5)
+    for k in CUTOFFS:
+        add("Retrieval", f"image → text, R@{k}", f"retrieval/text_retrieval_recall@{k}", k / counts["retrieval"])
+    for k in CUTOFFS:
+        add("Retrieval", f"text → image, R@{k}", f"retrieval/image_retrieval_recall@{k}", k / counts["retrieval"])
+    for k in (1, 5):
+        add("Zero-shot", f"unseen pairs, top {k}", f"zero_shot/acc{k}", min(1.0, k / counts["classes"]))
+    for kind in KINDS:
+        if f"composition/{kind}/acc" in scores:
+            add("Composition", KIND_LABELS[kind], f"composition/{kind}/acc", 0.5)
+    add("Composition", "mean", "composition/mean_kind_acc", 0.5)
     # Untrained towers already point at objects, which stand out: whether at the right one is what matters.
-    chance_any = baseline[0].results.chance_any
-    add("Pointing game", "in caption: its own", lambda r: r.pointing["words"], chance)
-    add("Pointing game", "in caption: any", lambda r: r.pointing_any["words"], chance_any)
-    add("Pointing game", "alone: its own", lambda r: r.pointing["text"], chance)
-    add("Pointing game", "alone: any", lambda r: r.pointing_any["text"], chance_any)
+    for way, asks in (("words", "in caption"), ("text", "alone")):
+        for which, hit in (("", "its own"), ("_any", "any")):
+            chance = scores[f"pointing/pointing_chance{which}"]
+            add("Pointing game", f"{asks}: {hit}", f"pointing/pointing_{way}{which}", chance)
     seconds = [tuple(outcome.seconds for outcome in model) for model in (baseline, ours)]
     lines.append(Line("Training", "time", "s", None, seconds[0], seconds[1]))
     return lines
-
-
-def _ordered(composition: Mapping[str, float]) -> list[str]:
-    return [kind for kind in KINDS if kind in composition]

@@ -14,32 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
-from powerclip.compare.held_out_table import describe, flatten, headlines, markdown, measures
+from powerclip.compare.held_out_table import describe, headlines, markdown, measures
 from powerclip.compare.study import RunFailure, Study, StudyResults
 from powerclip.compare.table import describe_seeds, failures, study_table, summary
 from powerclip.errors import UserError
-from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.embedder import Embedder, OnProgress, PixelStore
 from powerclip.evaluate.images import ImageSource
-from powerclip.evaluate.ranks import device_for
 from powerclip.evaluate.runner import jobs_for_paths
-from powerclip.evaluate.tasks import CaptionRetrieval, HardNegatives, Scored, Task
-from powerclip.evaluate.watch import Watch, watching
-from powerclip.runtime.distributed import SINGLE
+from powerclip.evaluate.tasks import Scored, Task
+from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.progress import duration, print_line
+from powerclip.runtime.progress import Progress, duration, print_line
 from powerclip.train.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import DualEncoder
-
-MOST_PIXELS = 4 << 30  # bytes of prepared images that are kept for the next model: 7,000 at 224²
 
 
 @dataclass(frozen=True)
@@ -54,13 +46,7 @@ class HeldOut:
     @property
     def about(self) -> str:
         """`test-000 (1,000 images, 5,000 captions)`."""
-        task = self.task
-        if isinstance(task, HardNegatives):
-            left_out = f", {task.missing:,} left out for want of their images" if task.missing else ""
-            return f"{self.name} ({len(task.captions):,} comparisons{left_out})"
-        images = f"{len(task.images.names):,} images"  # type: ignore[union-attr]
-        captions = f", {len(task.captions):,} captions" if isinstance(task, CaptionRetrieval) else ""
-        return f"{self.name} ({images}{captions})"
+        return f"{self.name} ({self.task.summary})"
 
 
 def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
@@ -126,13 +112,13 @@ def measure_held_out(
             continue
         started = time.perf_counter()
         try:
-            with watching(console, head, quiet) as watch:
-                measured, anew = models.measure(run.folder, watch)
+            with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
+                measured, anew = models.measure(run.folder, progress.update)
         except UserError as error:
             tested[run.setting][run.seed] = RunFailure(str(error))
             say(f"{head}failed: {error}")
             continue
-        scores = {f"{data}/{key}": value for data, scored in measured.items() for key, value in flatten(scored).items()}
+        scores = {f"{data}/{key}": value for data, scored in measured.items() for key, value in scored.flat().items()}
         tested[run.setting][run.seed] = replace(result, scores=scores, last={})
         corrupt |= {data: list(scored.corrupt) for data, scored in measured.items() if scored.corrupt}
         note = duration(time.perf_counter() - started) if anew else "measured before"
@@ -153,10 +139,10 @@ class _Models:
 
     def __init__(self, held_out: Sequence[HeldOut]) -> None:
         self.held_out = held_out
-        self.device = device_for(SINGLE, None)
-        self.pixels = _Pixels()
+        self.device = choose_device("auto")
+        self.pixels = PixelStore()
 
-    def measure(self, folder: RunFolder, watch: Watch) -> tuple[dict[str, Scored], bool]:
+    def measure(self, folder: RunFolder, on_progress: OnProgress) -> tuple[dict[str, Scored], bool]:
         """What a run's model scores on each of the data, and whether something had to be measured for it."""
         path, run = folder.root / "test.json", hashlib.blake2b(folder.results.read_bytes(), digest_size=16).hexdigest()
         kept = _read_kept(path, run)
@@ -166,8 +152,8 @@ class _Models:
             from powerclip.encoders import load
 
             encoder, _, tokenizer = load(folder.model, device=self.device)
-            embedder = _SharingEmbedder(encoder, CaptionTokenizer(tokenizer), self.pixels)
-            embedder.watch = watch
+            embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=self.pixels)
+            embedder.on_progress = on_progress
             for data in left:
                 scored = data.task.score(embedder)
                 kept[data.digest] = {"name": data.name, "path": data.path, **asdict(scored)}
@@ -176,39 +162,6 @@ class _Models:
         return {name: Scored(one["parts"], one["counts"], tuple(one["corrupt"])) for name, one in found.items()}, bool(
             left
         )
-
-
-class _Pixels:
-    """Prepared images by how they were prepared and by their content, as many as fit."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, bytes], Tensor] = {}
-        self._bytes = 0
-
-    def find(self, key: tuple[str, bytes]) -> Tensor | None:
-        return self._kept.get(key)
-
-    def keep(self, key: tuple[str, bytes], pixels: Tensor) -> None:
-        if self._bytes + pixels.nbytes <= MOST_PIXELS:
-            self._kept[key] = pixels
-            self._bytes += pixels.nbytes
-
-
-class _SharingEmbedder(Embedder):
-    """An embedder that takes an image as the model before it has prepared it, where both prepare alike."""
-
-    def __init__(self, encoder: DualEncoder, tokenizer: CaptionTokenizer, pixels: _Pixels) -> None:
-        super().__init__(encoder, tokenizer)
-        self._pixels = pixels
-        self._way = json.dumps(encoder.clip.visual.preprocess_cfg, sort_keys=True, default=str)
-
-    def prepare(self, images: ImageSource, content: bytes) -> Tensor:
-        key = (self._way, hashlib.blake2b(content, digest_size=16).digest())
-        pixels = self._pixels.find(key)
-        if pixels is None:
-            pixels = super().prepare(images, content)
-            self._pixels.keep(key, pixels)
-        return pixels
 
 
 def _read_kept(path: Path, run: str) -> dict[str, dict[str, Any]]:

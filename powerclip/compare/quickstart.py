@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,11 +16,13 @@ from powerclip.compare.comparison import Line, Outcome, compare, show
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.evaluate.scenes import evaluate_scenes
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.scenes import scene_tasks
 from powerclip.report.charts import smooth
 from powerclip.report.heatmaps import heatmap_figure, png_bytes
 from powerclip.report.quickstart_page import Curve, Report, render, signed
 from powerclip.report.scene_heatmaps import scene_rows
+from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
 from powerclip.train.loop import train
@@ -123,10 +124,21 @@ def _trained(
     encoder = _train(recipe, folder, quiet, console)
     if not quiet:
         console.print(f"evaluating {name} …", highlight=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
-    results = evaluate_scenes(encoder, tokenizer, count=scenes, seed=EVALUATION_SEED, device=device)
-    return Trained(folder, recipe, encoder, Outcome(results, training_seconds(folder, recipe.train.batch_size)))
+    embedder = Embedder(encoder.to(choose_device("auto")), CaptionTokenizer(tokenizer_for(encoder)))
+    tasks = scene_tasks(scenes, encoder.image_size[0], EVALUATION_SEED)
+    scored = {task: tasks[task].score(embedder) for task in tasks}
+    outcome = Outcome(
+        {f"{task}/{metric}": value for task, found in scored.items() for metric, value in found.flat().items()},
+        {
+            "retrieval": scored["retrieval"].counts["images"],
+            "zero_shot": scored["zero_shot"].counts["images"],
+            "classes": scored["zero_shot"].counts["classes"],
+            "composition": sum(scored["composition"].counts.values()),
+            "pointing": scored["pointing"].counts["phrases"],
+        },
+        training_seconds(folder, recipe.train.batch_size),
+    )
+    return Trained(folder, recipe, encoder, outcome)
 
 
 def _train(recipe: Recipe, folder: RunFolder, quiet: bool, console: Console) -> DualEncoder:
@@ -168,7 +180,7 @@ def _write(
         batch_size=ours.recipe.train.batch_size,
         parameters=sum(parameter.numel() for parameter in ours.encoder.parameters()),
         seeds=seeds,
-        counts=ours.outcome.results.counts,
+        counts=ours.outcome.counts,
         machine=machine(),
         command=_command(seeds, steps),
     )
@@ -179,7 +191,7 @@ def _write(
         "batch_size": report.batch_size,
         "models": {
             name: [
-                {"seed": seed, "seconds": each.outcome.seconds, **each.outcome.results.to_dict()}
+                {"seed": seed, "seconds": each.outcome.seconds, "scores": each.outcome.scores}
                 for seed, each in zip(seeds, trained, strict=True)
             ]
             for name, trained in runs.items()

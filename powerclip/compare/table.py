@@ -28,15 +28,14 @@ class Measure:
 
 
 MEASURES = (
-    Measure("retrieval/mean", "retrieval"),
-    Measure("retrieval/r1", "R@1"),
-    Measure("retrieval/text_r1", "R@1 text", compared=False),
-    Measure("retrieval/image_r1", "R@1 image", compared=False),
-    Measure("composition/mean", "composition"),
-    Measure("scenes/retrieval", "scenes: retrieval"),
-    Measure("scenes/zero_shot", "scenes: zero-shot"),
-    Measure("scenes/composition", "scenes: composition"),
-    Measure("scenes/pointing", "scenes: pointing"),
+    Measure("retrieval/mean_recall", "retrieval"),
+    Measure("retrieval/text_retrieval_recall@1", "R@1 text", compared=False),
+    Measure("retrieval/image_retrieval_recall@1", "R@1 image", compared=False),
+    Measure("composition/acc", "composition"),
+    Measure("scenes/retrieval/mean_recall", "scenes: retrieval"),
+    Measure("scenes/zero_shot/acc1", "scenes: zero-shot"),
+    Measure("scenes/composition/mean_kind_acc", "scenes: composition"),
+    Measure("scenes/pointing/pointing_words", "scenes: pointing"),
     Measure("violation", "violation", compared=False),
     Measure("empty", "empty", compared=False),
 )

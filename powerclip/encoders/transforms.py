@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from open_clip import SimpleTokenizer
 from open_clip.tokenizer import HFTokenizer
@@ -30,9 +30,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def preprocess_for(model: DualEncoder) -> Preprocess:
-    """The evaluation transform of `model`: resize, centre crop, normalise."""
-    return image_transform_v2(PreprocessCfg(**model.clip.visual.preprocess_cfg), is_train=False)
+def preprocess_for(
+    model: DualEncoder, *, resize_mode: Literal["shortest", "longest", "squash"] | None = None
+) -> Preprocess:
+    """The evaluation transform of `model`: resize, crop or pad, normalise; `resize_mode` replaces the model's own."""
+    settings = model.clip.visual.preprocess_cfg
+    return image_transform_v2(PreprocessCfg(**settings | ({"resize_mode": resize_mode} if resize_mode else {})), False)
 
 
 def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenizer:

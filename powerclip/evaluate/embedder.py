@@ -1,59 +1,99 @@
-"""Embeddings for the benchmarks: computed once, kept by the content of what was embedded and of the model.
+"""Embeddings for the benchmarks: images, patches, texts and phrases, by the model's own preprocessing.
+
+The same code embeds during training, after it and in every command, so that a score does not depend on which of them
+measured it. Under torchrun each rank embeds some of the chunks, and all have all embeddings afterwards.
 
 A chunk of images is one file of the cache. An interrupted evaluation loses at most one chunk, and a dataset that
 shares its images with another (SugarCrepe and COCO) need not embed them again if they come in the same order.
+
+Axes: n images · N patches · T phrases · D width
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from powerclip.data.pixels import Normaliser, squash
-from powerclip.data.tokens import CaptionTokenizer
+from powerclip.alignment.phrases import embed_leaves, embed_nodes
+from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.trees import Tree
 from powerclip.errors import UserError
-from powerclip.evaluate.embeddings import BATCH, device_of, evaluating
 from powerclip.evaluate.images import ImageSource
-from powerclip.evaluate.ranks import threads_for
-from powerclip.evaluate.watch import Watch, unwatched
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.runtime.files import write_atomic
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from powerclip.encoders import DualEncoder
 
+BATCH = 250
 CHUNK = 2 * BATCH  # images in one file of the cache: about 300 MB while they are decoded for 224²
 TOLERANCE = 0.001  # share of unreadable images beyond which a dataset's number would not be the dataset's
+MOST_PIXELS = 4 << 30  # bytes of prepared images that are kept for the next evaluation: 7,000 at 224²
+
+
+class OnProgress(Protocol):
+    """Told how far this rank is."""
+
+    def __call__(self, done: int, *, total: int) -> None:
+        """`done` of `total` images are embedded."""
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Embeddings of images [images, D] on the CPU; those that could not be read are zero and named."""
+    """Embeddings of images [n, D] on the CPU; those that could not be read are zero and named."""
 
     vectors: Tensor
-    readable: Tensor  # [images] bool
+    readable: Tensor  # [n] bool
     corrupt: tuple[str, ...]
 
 
+class PixelStore:
+    """Prepared images, for several embedders of the same images: models of a study, evaluations of a run.
+
+    Kept by how they were prepared and by their content, as many as fit into `limit` bytes.
+    """
+
+    def __init__(self, limit: int = MOST_PIXELS) -> None:
+        self._limit = limit
+        self._kept: dict[tuple[str, bytes], Tensor] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, preparation: str, content: bytes, prepare: Callable[[], Tensor]) -> Tensor:
+        """The image with this content [3, H, W], prepared now if it is not there."""
+        key = (preparation, hashlib.blake2b(content, digest_size=16).digest())
+        pixels = self._kept.get(key)
+        if pixels is None:
+            pixels = prepare()
+            with self._lock:
+                if key not in self._kept and self._bytes + pixels.nbytes <= self._limit:
+                    self._kept[key] = pixels
+                    self._bytes += pixels.nbytes
+        return pixels
+
+
 class Embedder:
-    """A model as the benchmarks use it.
+    """A model as the benchmarks use it: in evaluation mode and without gradients, afterwards as it was.
 
     Args:
-        encoder: in evaluation mode while it embeds.
+        encoder: the model, on the device that shall compute; it may be one that is being trained.
         tokenizer: of the model.
         cache: a folder for embeddings; None computes them each time.
         threads: that read and decode images; as many as there are cores by default, shared by the ranks on them.
-        ranks: the processes that embed together. Each has all embeddings afterwards.
+        ranks: the processes that embed together. All must ask for the same in the same order.
+        pixels: prepared images that this embedder shares with others.
     """
 
     def __init__(
@@ -61,153 +101,213 @@ class Embedder:
         encoder: DualEncoder,
         tokenizer: CaptionTokenizer,
         cache: Path | None = None,
+        *,
         threads: int | None = None,
         ranks: Ranks = SINGLE,
+        pixels: PixelStore | None = None,
     ) -> None:
-        from powerclip.encoders import preprocess_for
+        from powerclip.encoders.self_attention import attend_without_copies
 
+        # A model that is being trained runs so: what it scores must not change in the last digits when it is loaded.
+        attend_without_copies(encoder)
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.cache = cache
         self.ranks = ranks
-        self.watch: Watch = unwatched
-        self.threads = threads or threads_for(ranks)
-        self._prepare = preprocess_for(encoder)
-        self._model = digest_of(encoder) if cache is not None else b""
+        self.threads = threads or _threads(ranks)
+        self.on_progress: OnProgress = lambda done, *, total: None
+        self._own = _Preparation(encoder, pixels)
+        self._squashed = _Preparation(encoder, pixels, resize_mode="squash")
+        self._last: tuple[ImageSource, Embedded] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the encoder's weights are."""
+        return next(self.encoder.parameters()).device
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of everything that an embedding depends on: the weights, the towers, the preparation of images."""
+        total = hashlib.blake2b(digest_size=20)
+        about = [self.encoder.config, self.encoder.clip.visual.preprocess_cfg]
+        total.update(json.dumps(about, sort_keys=True, default=str).encode())
+        for name, value in sorted(self.encoder.clip.state_dict().items()):
+            total.update(name.encode())
+            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return total.digest()
+
+    # ---- images ------------------------------------------------------------------------------------------------------
 
     def images(self, source: ImageSource) -> Embedded:
-        """Embeddings of all images.
+        """Global embeddings of all images. Those of the last source are kept: tasks that follow may ask for the same.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
         """
-        vectors = torch.zeros(len(source.names), self.encoder.embed_dim)
+        if self._last is None or self._last[0] is not source:
+            vectors = torch.zeros(len(source.names), self.encoder.embed_dim)
 
-        def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            vectors[chunk.start : chunk.stop], readable = self._chunk(source, chunk, pool)
-            return readable
+            def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
+                vectors[chunk.start : chunk.stop], readable = self._embed_chunk(source, chunk, pool)
+                return readable
 
-        readable = self._in_chunks(source, embed)
-        return _checked(self.ranks.sum(vectors), readable, source.names)
+            readable = self._in_chunks(source, embed)
+            self._last = source, self._checked(self.ranks.sum(vectors), readable, source.names)
+        return self._last[1]
 
     def patches(self, source: ImageSource, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
-        """Hand the patches [images, N, D] of some images after the other to `use`, with their places.
+        """Hand the patches [batch, N, D] of all images to `use`, batch by batch, with the images' numbers.
 
-        Whole images, squashed to the tower's size: a box of theirs keeps its place, in shares. Under torchrun, `use`
-        sees this rank's images only. The result tells which could be read; patches are too many to be kept.
+        Whole images, squashed to the tower's size: a box keeps its place, in shares, whereas a model that crops would
+        not see every box. Under torchrun, `use` sees this rank's images only. The result has no vectors, and tells
+        which images could be read.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
         """
-        device, wants = device_of(self.encoder), self.encoder.clip.visual.preprocess_cfg
-        normalise = Normaliser(wants["mean"], wants["std"])
-
-        def load(place: int) -> Tensor | None:
-            content = _read(source, place)
-            return _decode(lambda: normalise(squash(_pixels(source.decode(content)), self.encoder.image_size))[0])
 
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            pixels = dict(zip(chunk, pool.map(load, chunk), strict=True))
-            readable = [place for place, found in pixels.items() if found is not None]
-            for start in range(0, len(readable), BATCH):
-                places = readable[start : start + BATCH]
-                batch = torch.stack([found for place in places if (found := pixels[place]) is not None])
-                use(places, self.encoder.encode_patches(batch.to(device))[1])
-            return torch.tensor([pixels[place] is not None for place in chunk])
+            contents = pool.map(lambda number: _read(source, number), chunk)
+            prepared = pool.map(lambda content: self._squashed(source, content), contents)
+            readable = torch.zeros(len(chunk), dtype=torch.bool)
+            for rows, batch in _batches(prepared):
+                use([chunk[row] for row in rows], self.encoder.encode_patches(batch.to(self.device))[1])
+                readable[rows] = True
+            return readable
 
-        return _checked(torch.zeros(len(source.names), 0), self._in_chunks(source, embed), source.names)
+        return self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, embed), source.names)
+
+    def check_images(self, source: ImageSource) -> None:
+        """Decode all images, so that damage shows before hours of training.
+
+        Raises:
+            UserError: more than 0.1 % of them cannot be read.
+        """
+
+        def decode(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
+            contents = pool.map(lambda number: _read(source, number), chunk)
+            return torch.tensor(
+                [one is not None for one in pool.map(lambda content: self._own(source, content), contents)]
+            )
+
+        self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, decode), source.names)
 
     def _in_chunks(self, source: ImageSource, embed: Callable[[range, ThreadPoolExecutor], Tensor]) -> Tensor:
-        """Let `embed` work on this rank's chunks of places; which images of all ranks could be read [images]."""
+        """Let `embed` work on this rank's chunks of numbers; which images of all ranks could be read [n]."""
         count = len(source.names)
         readable = torch.zeros(count, dtype=torch.uint8)
         chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
         mine = [chunk for number, chunk in enumerate(chunks) if self._is_mine(number)]
         done, total = 0, sum(map(len, mine))
-        self.watch(done, total)
+        self.on_progress(done, total=total)
         with ThreadPoolExecutor(self.threads) as pool, evaluating(self.encoder):
             for chunk in mine:
                 readable[chunk.start : chunk.stop] = embed(chunk, pool)
                 done += len(chunk)
-                self.watch(done, total)
+                self.on_progress(done, total=total)
         return self.ranks.sum(readable).bool()
 
     def _is_mine(self, number: int) -> bool:
         """Whether a piece of work falls to this rank. What it leaves zero, others fill: a sum is the whole."""
         return number % self.ranks.count == self.ranks.rank
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embeddings [texts, D] on the CPU."""
-        # Half a character, which JSON can hold, has bytes as well.
-        key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
-        found = self.ranks.broadcast(lambda: self._load(key))
-        if found is None:
-            unique = list(dict.fromkeys(texts))
-            place = {text: number for number, text in enumerate(unique)}
-            with evaluating(self.encoder):
-                vectors = self._encode_texts(unique)
-            found = {"vectors": vectors[torch.tensor([place[text] for text in texts])]}
-            if self.ranks.is_main:
-                self._store(key, found)
-        return found["vectors"]
-
-    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
-        device = device_of(self.encoder)
-        # Sorted by length, so that short texts are not padded to the longest of all.
-        ids = [self.tokenizer.encode(text).ids for text in texts]
-        order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
-        vectors = torch.zeros(len(ids), self.encoder.embed_dim)
-        for number, start in enumerate(range(0, len(order), BATCH)):
-            if self._is_mine(number):
-                places = order[start : start + BATCH]
-                tokens = self.tokenizer.pad([ids[place] for place in places])
-                vectors[torch.tensor(places)] = self.encoder.encode_text(tokens.to(device)).float().cpu()
-        return self.ranks.sum(vectors)
-
-    def prepare(self, source: ImageSource, content: bytes) -> Tensor:
-        """An image as the model reads it [3, H, W], from the content that `images.read` gave."""
-        return self._prepare(source.decode(content))
-
-    def _chunk(self, source: ImageSource, places: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
-        contents = list(pool.map(lambda place: _read(source, place), places))
+    def _embed_chunk(self, source: ImageSource, chunk: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
+        """Embeddings [chunk, D], and which images could be read [chunk]."""
+        contents = list(pool.map(lambda number: _read(source, number), chunk))
         key = self._key(contents, "images")
         found = self._load(key)
         if found is None:
             # The pool decodes ahead while the encoder works.
-            prepared = pool.map(lambda content: _decode(lambda: self.prepare(source, content)), contents)
-            vectors, readable = self._encode_images(prepared)
+            prepared = pool.map(lambda content: self._own(source, content), contents)
+            vectors, readable = (
+                torch.zeros(len(chunk), self.encoder.embed_dim),
+                torch.zeros(len(chunk), dtype=torch.bool),
+            )
+            for rows, batch in _batches(prepared):
+                vectors[rows] = self.encoder.encode_image(batch.to(self.device)).float().cpu()
+                readable[rows] = True
             found = {"vectors": vectors, "readable": readable}
             self._store(key, found)
         return found["vectors"], found["readable"]
 
-    def _encode_images(self, prepared: Iterable[Tensor | None]) -> tuple[Tensor, Tensor]:
-        device = device_of(self.encoder)
-        parts: list[Tensor] = []
-        batch: list[Tensor] = []
-        readable: list[bool] = []
+    def _checked(self, vectors: Tensor, readable: Tensor, names: Sequence[str]) -> Embedded:
+        """The embeddings, unless too many are missing."""
+        corrupt = tuple(names[number] for number in (~readable).nonzero()[:, 0].tolist())
 
-        def encode() -> None:
-            if batch:
-                parts.append(self.encoder.encode_image(torch.stack(batch).to(device)).float().cpu())
-                batch.clear()
+        def check() -> Embedded:
+            if len(corrupt) > TOLERANCE * len(names):
+                shown = "; ".join(corrupt[:3]) + (f"; and {len(corrupt) - 3:,} more" if len(corrupt) > 3 else "")
+                raise UserError(
+                    f"{len(corrupt):,} of {len(names):,} images cannot be read ({shown}): "
+                    "more than 0.1 %, restore them or remove them from the dataset"
+                )
+            return Embedded(vectors, readable, corrupt)
 
-        for pixels in prepared:
-            readable.append(pixels is not None)
-            if pixels is not None:
-                batch.append(pixels)
-            if len(batch) == BATCH:
-                encode()
-        encode()
-        mask = torch.tensor(readable)
-        vectors = torch.zeros(len(readable), self.encoder.embed_dim)
-        if parts:
-            vectors[mask] = torch.cat(parts)
-        return vectors, mask
+        return self.ranks.raise_on_all(check)
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Global embeddings [texts, D] on the CPU."""
+        # A lone surrogate, which JSON can hold, has bytes as well.
+        key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
+        found = self.ranks.broadcast(lambda: self._load(key)) if self.cache is not None else None
+        if found is None:
+            number = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+            vectors = self._in_batches(list(number), self._encode_texts)
+            found = {"vectors": vectors[torch.tensor([number[text] for text in texts])]}
+            if self.ranks.is_main:
+                self._store(key, found)
+        return found["vectors"]
+
+    def phrases(self, captions: Sequence[str], trees: Sequence[Tree]) -> Tensor:
+        """p_B (Eqs. 3 and 4) of every node of every caption's tree [T, D] on the CPU, in the order of the trees.
+
+        A node is pooled from the words of its whole caption, as in training. One that lies beyond the context length
+        cannot be told from its caption, and gets the caption's p_B.
+        """
+        nodes = [
+            (caption, Tree(tree.leaves, (node,)))
+            for caption, tree in zip(captions, trees, strict=True)
+            for node in tree.nodes
+        ]
+        return self._in_batches([caption for caption, _ in nodes], self._encode_nodes, [tree for _, tree in nodes])
+
+    def _in_batches(self, texts: Sequence[str], encode: Callable[..., Tensor], *beside: Sequence[Any]) -> Tensor:
+        """What `encode` gives for texts, and what belongs to each of them, in batches that the ranks share."""
+        # Sorted by length, so that short texts are not padded to the longest of all.
+        lengths = [len(self.tokenizer.encode(text).ids) for text in texts]
+        order = sorted(range(len(texts)), key=lengths.__getitem__)
+        vectors = torch.zeros(len(texts), self.encoder.embed_dim)
+        with evaluating(self.encoder):
+            for number, start in enumerate(range(0, len(order), BATCH)):
+                if self._is_mine(number):
+                    rows = order[start : start + BATCH]
+                    parts = ([part[row] for row in rows] for part in (texts, *beside))
+                    vectors[torch.tensor(rows)] = encode(*parts).float().cpu()
+        return self.ranks.sum(vectors)
+
+    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
+        tokens = self.tokenizer.pad([self.tokenizer.encode(text).ids for text in texts])
+        return self.encoder.encode_text(tokens.to(self.device))
+
+    def _encode_nodes(self, captions: Sequence[str], trees: Sequence[Tree]) -> Tensor:
+        """p_B [T, D] of trees of one node each."""
+        number = {caption: row for row, caption in enumerate(dict.fromkeys(captions))}
+        tokenized = [self.tokenizer.encode(caption) for caption in number]
+        tokens = self.tokenizer.pad([caption.ids for caption in tokenized])
+        _, words = self.encoder.encode_words(tokens.to(self.device))
+        owners = [number[caption] for caption in captions]
+        # A row for each node instead of each caption: packing merges nodes that the context length made equal.
+        phrases = pack_phrases(trees, [tokenized[owner] for owner in owners], tokens.shape[1]).to(self.device)
+        return embed_nodes(embed_leaves(words[torch.tensor(owners, device=self.device)], phrases), phrases)
+
+    # ---- the cache ---------------------------------------------------------------------------------------------------
 
     def _key(self, contents: Sequence[bytes], kind: str) -> str:
         if self.cache is None:
             return ""
-        total = hashlib.blake2b(self._model + kind.encode(), digest_size=20)
+        total = hashlib.blake2b(self.digest + kind.encode(), digest_size=20)
         for content in contents:
             total.update(hashlib.blake2b(content, digest_size=20).digest())
         return total.hexdigest()
@@ -230,50 +330,69 @@ class Embedder:
             write_atomic(self.cache / f"{key}.safetensors", save({k: t.contiguous() for k, t in tensors.items()}))
 
 
-def digest_of(encoder: DualEncoder) -> bytes:
-    """A hash of everything that an embedding depends on: the weights, the towers, the preparation of images."""
-    total = hashlib.blake2b(digest_size=20)
-    about = [encoder.config, encoder.clip.visual.preprocess_cfg]
-    total.update(json.dumps(about, sort_keys=True, default=str).encode())
-    for name, value in sorted(encoder.clip.state_dict().items()):
-        total.update(name.encode())
-        total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return total.digest()
+class _Preparation:
+    """A model's evaluation transform, its own or one that squashes, for content that may be damaged."""
+
+    def __init__(
+        self, encoder: DualEncoder, pixels: PixelStore | None, resize_mode: Literal["squash"] | None = None
+    ) -> None:
+        from powerclip.encoders import preprocess_for
+
+        own = encoder.clip.visual.preprocess_cfg
+        self._transform = preprocess_for(encoder, resize_mode=resize_mode)
+        settings = {**own, "resize_mode": resize_mode or own.get("resize_mode")}
+        self._name = json.dumps(settings, sort_keys=True, default=str)
+        self._pixels = pixels
+
+    def __call__(self, source: ImageSource, content: bytes) -> Tensor | None:
+        """The image [3, H, W] as the model reads it; None where it is damaged."""
+        from PIL import Image
+
+        try:
+            if self._pixels is None:
+                return self._transform(source.decode(content))
+            return self._pixels.get(self._name, content, lambda: self._transform(source.decode(content)))
+        # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return None
 
 
-def _checked(vectors: Tensor, readable: Tensor, names: Sequence[str]) -> Embedded:
-    """The embeddings, unless too many are missing."""
-    corrupt = tuple(names[place] for place in (~readable).nonzero()[:, 0].tolist())
-    if len(corrupt) > TOLERANCE * len(names):
-        shown = "; ".join(corrupt[:3]) + (f"; and {len(corrupt) - 3:,} more" if len(corrupt) > 3 else "")
-        raise UserError(
-            f"{len(corrupt):,} of {len(names):,} images cannot be read ({shown}): "
-            "more than 0.1 %, restore them or remove them from the dataset"
-        )
-    return Embedded(vectors, readable, corrupt)
-
-
-def _decode(decode: Callable[[], Tensor]) -> Tensor | None:
-    """What `decode` gives, or nothing for a damaged image."""
-    from PIL import Image
-
+@contextmanager
+def evaluating(encoder: DualEncoder) -> Iterator[None]:
+    """The encoder in evaluation mode, without gradients; afterwards as it was."""
+    training = encoder.training
+    encoder.eval()
     try:
-        return decode()
-    # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
+        with torch.inference_mode():
+            yield
+    finally:
+        encoder.train(training)
 
 
-def _pixels(image: Image.Image) -> Tensor:
-    """An image as bytes [1, 3, H, W]."""
-    import numpy as np
+def _batches(prepared: Iterable[Tensor | None]) -> Iterator[tuple[list[int], Tensor]]:
+    """The images that could be read, at most BATCH at a time: their rows among all, and pixels [batch, 3, H, W]."""
+    rows: list[int] = []
+    batch: list[Tensor] = []
+    for row, pixels in enumerate(prepared):
+        if pixels is not None:
+            rows.append(row)
+            batch.append(pixels)
+        if len(batch) == BATCH:
+            yield rows, torch.stack(batch)
+            rows, batch = [], []
+    if batch:
+        yield rows, torch.stack(batch)
 
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
 
-
-def _read(source: ImageSource, place: int) -> bytes:
+def _read(source: ImageSource, number: int) -> bytes:
     """The content, or nothing where an image cannot even be read: counted with those that cannot be decoded."""
     try:
-        return source.read(place)
+        return source.read(number)
     except (OSError, ValueError, SyntaxError):
         return b""
+
+
+def _threads(ranks: Ranks) -> int:
+    """Threads that may read images: the cores, shared by the ranks on this machine."""
+    beside = 1 if ranks.is_single else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (os.cpu_count() or 1) // beside)

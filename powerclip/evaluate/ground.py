@@ -17,8 +17,8 @@ from powerclip.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
-    from powerclip.data.tokens import CaptionTokenizer
     from powerclip.encoders import DualEncoder
+    from powerclip.evaluate.embedder import Embedder
     from powerclip.report.heatmaps import Row
 
 
@@ -85,16 +85,16 @@ def _rows(
     """One row of heatmaps for each caption."""
     from powerclip.data.tokens import CaptionTokenizer
     from powerclip.encoders import load
+    from powerclip.evaluate.embedder import Embedder
     from powerclip.report.heatmaps import Panel, Row
 
-    encoder, preprocess, open_clip_tokenizer = load(model)
-    encoder.eval()
-    tokenizer = CaptionTokenizer(open_clip_tokenizer)
+    encoder, preprocess, tokenizer = load(model)
+    embedder = Embedder(encoder, CaptionTokenizer(tokenizer))
     pixels = preprocess(image)
     seen = _as_seen(encoder, pixels)
     rows = []
     for caption, tree in zip(captions, trees, strict=True):
-        phrases, heat = caption_heatmaps(encoder, tokenizer, pixels, caption, tree)
+        phrases, heat = caption_heatmaps(embedder, pixels, caption, tree)
         panels = [Panel(phrase, values) for phrase, values in zip(phrases, heat, strict=True)]
         rows.append(Row(seen, panels, name=name))
     return rows
@@ -127,27 +127,23 @@ def word_tree(caption: str) -> Tree:
     return tree_from_spans([Span(*match.span(), "X") for match in re.finditer(r"\S+", caption)], caption)
 
 
-@torch.inference_mode()
-def caption_heatmaps(
-    encoder: DualEncoder, tokenizer: CaptionTokenizer, pixels: Tensor, caption: str, tree: Tree
-) -> tuple[list[str], Tensor]:
+def caption_heatmaps(embedder: Embedder, pixels: Tensor, caption: str, tree: Tree) -> tuple[list[str], Tensor]:
     """Phrases and their heatmaps [phrases, rows, columns] over one preprocessed image [3, H, W].
 
     The first is the caption, by its global embedding; then each node below the root by its p_B. Nodes that lie
     beyond the context length are left out: the model has not read them.
     """
-    from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
+    from powerclip.evaluate.embedder import evaluating
+    from powerclip.evaluate.metrics import patch_similarity
 
     _, *below = tree.nodes
-    read = max(end for _, end in tokenizer.encode(caption).spans[:-1])
+    read = max(end for _, end in embedder.tokenizer.encode(caption).spans[:-1])
     nodes = tuple(node for node in below if node.start < read)
-    device = next(encoder.parameters()).device
-    _, patches = encoder.encode_patches(pixels[None].to(device))
-    queries = text_queries(encoder, tokenizer, [caption])
-    if nodes:
-        queries = torch.cat([queries, word_queries(encoder, tokenizer, [caption], [Tree(tree.leaves, nodes)])])
+    with evaluating(embedder.encoder):
+        patches = embedder.encoder.encode_patches(pixels[None].to(embedder.device))[1].cpu()
+    queries = torch.cat([embedder.texts([caption]), embedder.phrases([caption], [Tree(tree.leaves, nodes)])])
     phrases = [caption, *(caption[node.start : node.end] for node in nodes)]
-    return phrases, patch_similarity(patches, queries).unflatten(1, encoder.grid).cpu()
+    return phrases, patch_similarity(patches, queries).unflatten(1, embedder.encoder.grid)
 
 
 def _open(path: Path) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Where the images of a benchmark come from: files, tars, or a dataset object; one at a time and as bytes.
+"""Where the images of a benchmark come from: files, tars, a dataset object; one at a time and as bytes.
 
 Bytes, because embeddings are cached by content: an image that was embedded before is read, but not decoded.
 """
@@ -41,6 +41,20 @@ def decode_file(content: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
+def pack_pixels(image: Image.Image) -> bytes:
+    """An RGB image that has no file as content: its pixels, with their size in front."""
+    return f"{image.width} {image.height}\n".encode() + image.tobytes()
+
+
+def unpack_pixels(content: bytes) -> Image.Image:
+    """The image that `pack_pixels` made content of."""
+    from PIL import Image
+
+    head, _, pixels = content.partition(b"\n")
+    width, height = map(int, head.split())
+    return Image.frombytes("RGB", (width, height), pixels)
+
+
 @dataclass(frozen=True)
 class FileImages:
     """Image files."""
@@ -62,7 +76,7 @@ class FileImages:
 
 
 @dataclass(frozen=True)
-class Member:
+class TarMember:
     """A file inside a tar: where its content lies."""
 
     tar: Path
@@ -70,18 +84,21 @@ class Member:
     offset: int
     size: int
 
+    def __str__(self) -> str:
+        return f"{self.tar}: {self.name}"
+
 
 @dataclass(frozen=True)
 class TarImages:
     """Image files inside tars, read where they lie."""
 
-    members: Sequence[Member]
+    members: Sequence[TarMember]
     _open: threading.local = field(default_factory=threading.local)
 
     @property
     def names(self) -> Sequence[str]:
         """`shard.tar: member`."""
-        return [f"{member.tar}: {member.name}" for member in self.members]
+        return [str(member) for member in self.members]
 
     def read(self, place: int) -> bytes:
         """The content of a member."""
@@ -118,13 +135,8 @@ class DatasetImages:
 
     def read(self, place: int) -> bytes:
         """The pixels, with their size in front."""
-        image = self.dataset[place][0].convert("RGB")
-        return f"{image.width} {image.height}\n".encode() + image.tobytes()
+        return pack_pixels(self.dataset[place][0].convert("RGB"))
 
     def decode(self, content: bytes) -> Image.Image:
         """The image with these pixels."""
-        from PIL import Image
-
-        head, _, pixels = content.partition(b"\n")
-        width, height = map(int, head.split())
-        return Image.frombytes("RGB", (width, height), pixels)
+        return unpack_pixels(content)

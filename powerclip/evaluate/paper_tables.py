@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.errors import UserError
-from powerclip.evaluate.composition import GROUPS, KINDS
+from powerclip.evaluate.metrics import GROUPS, KINDS
 from powerclip.evaluate.runner import read_records
 from powerclip.evaluate.suites import BENCHMARKS
 from powerclip.report.page import html_page
@@ -239,6 +239,8 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         tables = found.setdefault(name, {})
         dataset, task, metrics = _dataset(str(record["dataset"])), record["task"], record["metrics"]
         head, _, part = dataset.rpartition("/")
+        if dataset == "sugar_crepe" and _complete(record):
+            continue  # the whole; the tables have its kinds
         if task == "linear_probe" and f"{dataset}:probe" in plain:
             values = ("probe", {dataset: metrics.get("lp_acc1")})
         elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from typing import Any
 import torch
 
 from powerclip.data.captions import IMAGE_SUFFIXES, captions_in, split_member
+from powerclip.data.tar_index import TarDamage, iter_members
 from powerclip.data.trees import shorten
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
-from powerclip.evaluate.composition import KINDS
-from powerclip.evaluate.images import FileImages, Member, TarImages
-from powerclip.evaluate.sugarcrepe import Item, read_items, read_sugarcrepe
+from powerclip.evaluate.images import FileImages, TarImages, TarMember
+from powerclip.evaluate.metrics import KINDS
 from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Task
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
@@ -54,7 +53,7 @@ def read_path(path: Path, split: str = "test") -> Task:
     if (path / "examples.jsonl").is_file():
         return read_winoground(path)
     if any((path / f"{kind}.json").is_file() for kind in KINDS):
-        return read_sugarcrepe_folder(path)
+        return read_sugarcrepe(path)
     tars = _tars(path / split) or _tars(path)
     if tars:
         return read_tars(tars, path)
@@ -124,14 +123,22 @@ def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
         UserError: it is not in that format, or none of its images is there.
     """
     images = images or (path.parent / "images" if (path.parent / "images").is_dir() else path.parent)
-    return _negatives(read_items(path, path.stem, images), str(images))
+    return _negatives(_read_items(path, path.stem, images), images)
 
 
-def read_sugarcrepe_folder(folder: Path) -> HardNegatives:
-    """SugarCrepe: its seven files, images in `images/` or `val2017/`."""
-    images = next((folder / name for name in ("val2017", "images") if (folder / name).is_dir()), None)
-    benchmark = read_sugarcrepe(folder, images)
-    return _negatives(list(benchmark.items), str(images), benchmark.missing)
+def read_sugarcrepe(folder: Path) -> HardNegatives:
+    """SugarCrepe (Hsieh et al., NeurIPS 2023): `replace_obj.json`, `swap_att.json`, … as they are published.
+
+    The images (COCO val2017) lie in `val2017/` or `images/`. Items whose image is not there are counted and left out.
+
+    Raises:
+        UserError: the folder holds none of these files, one is damaged, or no image is there.
+    """
+    files = [(kind, folder / f"{kind}.json") for kind in KINDS if (folder / f"{kind}.json").is_file()]
+    if not files:
+        raise UserError(f"{folder} holds none of SugarCrepe's files ({KINDS[0]}.json, …)")
+    images = next((folder / name for name in ("val2017", "images") if (folder / name).is_dir()), folder / "images")
+    return _negatives([item for kind, path in files for item in _read_items(path, kind, images)], images)
 
 
 def read_winoground(folder: Path) -> CaptionPairs:
@@ -161,7 +168,7 @@ def read_winoground(folder: Path) -> CaptionPairs:
 class _Sample:
     """What the members of one sample in a tar say."""
 
-    image: Member | None = None
+    image: TarMember | None = None
     label: Any = None
     captions: list[str] = field(default_factory=list)
 
@@ -172,23 +179,36 @@ def read_tars(tars: Sequence[Path], folder: Path) -> Classification | CaptionRet
     Raises:
         UserError: a tar cannot be read, no sample has an image and a label or captions, or class names are missing.
     """
-    samples: dict[tuple[Path, str], _Sample] = {}
-    for tar in tars:
-        _read_tar(tar, samples)
-    members = [sample for sample in samples.values() if sample.image is not None]
-    images = TarImages([sample.image for sample in members if sample.image is not None])
-    if members and all(sample.label is not None for sample in members):
-        names = _lines(folder / "classnames.txt")
-        labels = _labels(members)
+    samples = _read_samples(tars)
+    if all(sample.label is not None for sample in samples):
+        names, images, labels = _lines(folder / "classnames.txt"), _images(samples), _labels(samples)
         if names:
             return Classification(images, labels, names, _templates(folder))
-        if _is_imagenet(members, str(folder)):
+        if _is_imagenet(samples, str(folder)):
             names = imagenet.names_of(imagenet.class_numbers(str(folder)), str(folder))
             return Classification(images, labels, names, _templates(folder, imagenet.templates()))
         raise UserError(f"{folder / 'classnames.txt'} is missing: it names the classes, one in each line")
-    if members and all(sample.captions for sample in members):
-        return _retrieval(images, [sample.captions for sample in members])
-    raise UserError(f"{tars[0]}: every image needs a label (.cls, .npy) or captions (.txt, .json) beside it")
+    return _tar_captions(samples, "a label (.cls, .npy) or captions")
+
+
+def read_caption_tars(tars: Sequence[Path]) -> CaptionRetrieval:
+    """The images and captions of webdataset tars, whatever else they hold.
+
+    Raises:
+        UserError: a tar cannot be read, or an image has no caption.
+    """
+    return _tar_captions(_read_samples(tars), "captions")
+
+
+def _tar_captions(samples: Sequence[_Sample], needed: str) -> CaptionRetrieval:
+    for sample in samples:
+        if not sample.captions and sample.image:
+            raise UserError(f"{sample.image}: every image needs {needed} (.txt, .json) beside it")
+    return _retrieval(_images(samples), [sample.captions for sample in samples])
+
+
+def _images(samples: Sequence[_Sample]) -> TarImages:
+    return TarImages([sample.image for sample in samples if sample.image])
 
 
 def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
@@ -206,8 +226,7 @@ def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
             fits = isinstance(label, list) and len(label) == width and all(one in (0, 1) for one in label)
         if not fits:
             wanted = "a class number, from 0 on" if width is None else f"{width} zeros and ones"
-            image = f"{sample.image.tar}: {sample.image.name}" if sample.image else ""
-            raise UserError(f"{image}: its label must be {wanted}, got {shorten(str(label))}")
+            raise UserError(f"{sample.image}: its label must be {wanted}, got {shorten(str(label))}")
     return torch.tensor([sample.label for sample in samples])
 
 
@@ -224,21 +243,26 @@ def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
     return all(place.get(number or "") == label for number, label in found)
 
 
-def _read_tar(tar: Path, samples: dict[tuple[Path, str], _Sample]) -> None:
-    try:
-        with tarfile.open(tar, "r:") as file:  # members are read where they lie: not compressed
-            for member in file:
-                if not member.isfile():
-                    continue
-                key, suffix = split_member(member.name)
-                sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{key}"), _Sample())
-                if suffix in IMAGE_SUFFIXES:
-                    sample.image = Member(tar, member.name, member.offset_data, member.size)
-                elif suffix in ("cls", "npy", "txt", "json"):
-                    opened = file.extractfile(member)
-                    _note(sample, suffix, opened.read() if opened else b"")
-    except (tarfile.TarError, EOFError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
+def _read_samples(tars: Sequence[Path]) -> list[_Sample]:
+    """The samples with an image; the members of one need not lie together."""
+    samples: dict[tuple[Path, str], _Sample] = {}
+    for tar in tars:
+        try:
+            with tar.open("rb") as file:
+                for member in iter_members(tar):
+                    key, suffix = split_member(member.name)
+                    sample = samples.setdefault((tar, f"{member.name.rpartition('/')[0]}/{key}"), _Sample())
+                    if suffix in IMAGE_SUFFIXES:
+                        sample.image = TarMember(tar, *member)
+                    elif suffix in ("cls", "npy", "txt", "json"):
+                        file.seek(member.offset)
+                        _note(sample, suffix, file.read(member.size))
+        except (TarDamage, EOFError, OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
+    found = [sample for sample in samples.values() if sample.image]
+    if not found:
+        raise UserError(f"{tars[0]} holds no image (.{', .'.join(IMAGE_SUFFIXES)})")
+    return found
 
 
 def _note(sample: _Sample, suffix: str, content: bytes) -> None:
@@ -259,8 +283,38 @@ def _retrieval(images: FileImages | TarImages, captions: Sequence[Sequence[str]]
     return CaptionRetrieval(images, [caption for own in captions for caption in own], owners)
 
 
-def _negatives(items: Sequence[Item], images: str, missing: int = 0) -> HardNegatives:
-    kept = [item for item in items if item.image.is_file()]
+@dataclass(frozen=True)
+class _Item:
+    """One comparison of SugarCrepe's."""
+
+    kind: str
+    image: Path
+    caption: str
+    negative: str
+
+
+def _read_items(path: Path, kind: str, images: Path) -> list[_Item]:
+    """The comparisons in {"0": {"filename", "caption", "negative_caption"}, …}; one may say its own `kind`."""
+    try:
+        entries: Any = json.loads(path.read_text(encoding="utf-8"))
+        rows = list(entries.values()) if isinstance(entries, Mapping) else entries
+        items = [
+            _Item(row.get("kind", kind), images / row["filename"], row["caption"], row["negative_caption"])
+            for row in rows
+        ]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a JSON file ({error})") from None
+    except (TypeError, KeyError, AttributeError):
+        raise UserError(f"{path}: expected items with filename, caption and negative_caption") from None
+    for number, item in enumerate(items):
+        if not all(isinstance(text, str) for text in (item.kind, item.caption, item.negative)):
+            raise UserError(f"{path}, item {number}: kind, caption and negative_caption must be texts")
+    return items
+
+
+def _negatives(items: Sequence[_Item], images: Path) -> HardNegatives:
+    known = {image: image.is_file() for image in {item.image for item in items}}
+    kept = [item for item in items if known[item.image]]
     if not kept:
         raise UserError(f"{images} holds none of the images that the comparisons name")
     number = {image: place for place, image in enumerate(dict.fromkeys(item.image for item in kept))}
@@ -270,7 +324,7 @@ def _negatives(items: Sequence[Item], images: str, missing: int = 0) -> HardNega
         [item.caption for item in kept],
         [item.negative for item in kept],
         [item.kind for item in kept],
-        missing + len(items) - len(kept),
+        len(items) - len(kept),
     )
 
 

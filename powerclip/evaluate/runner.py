@@ -1,6 +1,10 @@
-"""Run benchmarks for one model: what is missing is listed, what is damaged is named, what is finished is kept.
+"""`powerclip evaluate`: benchmarks for one model; what is missing is listed, what is finished is kept.
 
-Each result is one JSON file in clip-benchmark's schema, with what it was measured on beside the metrics.
+    torchrun --nproc-per-node 8 -m powerclip evaluate --model M --suite paper --data ROOT
+
+Each result is one JSON file in clip-benchmark's schema, with what it was measured on beside the metrics. Under torchrun
+each rank embeds its share, and all go through the same datasets in the same order and compute the same metrics, so that
+they meet an error at the same place; the main one prints and writes.
 """
 
 from __future__ import annotations
@@ -13,24 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
-from powerclip.evaluate.embedder import Embedder, digest_of
-from powerclip.evaluate.ranks import on_all
+from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.readers import read_path
-from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, find_benchmark
+from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
 from powerclip.evaluate.tasks import Scored, Task
-from powerclip.evaluate.watch import watching
-from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
-
-if TYPE_CHECKING:
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import DualEncoder
+from powerclip.runtime.progress import Progress, print_line
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,50 @@ class Evaluated:
     results: dict[str, list[dict[str, Any]]]
     missing: dict[str, str]
     failed: dict[str, str]
+
+
+def evaluate_model(
+    model: str,
+    paths: Sequence[Path],
+    *,
+    pretrained: str | None = None,
+    pointing: Sequence[Path] = (),
+    suite: str | None = None,
+    data: Path | None = None,
+    datasets: Sequence[str] = (),
+    output: Path | None = None,
+    device: str = "auto",
+    cache: bool = True,
+    again: bool = False,
+    quiet: bool = False,
+) -> Evaluated:
+    """Load the model and evaluate it on the paths, the boxes of `pointing`, the suite, or several of these.
+
+    One argument for each option of the command. Embeddings are kept in `output/embeddings`.
+
+    Raises:
+        UserError: nothing is named, or one of the names is not known.
+    """
+    with join_ranks(device) as ranks:
+        # What costs nothing to check is checked before the model is loaded.
+        jobs = ranks.raise_on_all(lambda: _jobs(paths, pointing, suite, data, datasets))
+        name = "-".join(filter(None, [_name(model), pretrained]))
+        target = output or Path("results") / _file_name(name, "-")
+
+        from powerclip.data.tokens import CaptionTokenizer
+        from powerclip.encoders import load
+
+        encoder, _, tokenizer = ranks.raise_on_all(
+            lambda: load(model, pretrained=pretrained, device=choose_device(device, ranks, setting="--device"))
+        )
+        embeddings = target / "embeddings" if cache else None
+        embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
+        found = evaluate(embedder, jobs, target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet)
+        if ranks.is_main and not quiet:
+            parts = ((found.missing, "missing"), (found.failed, "failed"))
+            left = [f"{len(part)} {what}" for part, what in parts if part]
+            print(f"results: {target}" + (f" ({', '.join(left)})" if left else ""))
+        return found
 
 
 def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list[Job]:
@@ -92,52 +135,46 @@ def jobs_for_suite(benchmarks: Sequence[Benchmark], root: Path) -> list[Job]:
 
 
 def evaluate(
-    encoder: DualEncoder,
-    tokenizer: CaptionTokenizer,
+    embedder: Embedder,
     jobs: Sequence[Job],
     output: Path,
     *,
     model: str,
     pretrained: str | None = None,
-    cache: bool = True,
     again: bool = False,
     quiet: bool = False,
     console: Console | None = None,
-    ranks: Ranks = SINGLE,
 ) -> Evaluated:
     """Evaluate a model on datasets, one result file for each below `output`.
 
     Args:
-        encoder: the model, on the device that shall compute.
-        tokenizer: its tokenizer.
+        embedder: the model, with its cache and its ranks; the main one prints and writes.
         jobs: the datasets.
-        output: the folder of the results; embeddings are kept in `output/embeddings`.
+        output: the folder of the results.
         model: what the results call the model.
         pretrained: its weights, where the model is an open_clip name.
-        cache: keep embeddings.
         again: measure published datasets anew that are finished. A user's own are always read again: they may have
             changed, and what has not is in the cache.
         quiet: print nothing.
         console: where to print; standard output by default.
-        ranks: the processes that evaluate together; the first prints and writes.
 
     Raises:
         UserError: no dataset could be evaluated.
     """
+    ranks = embedder.ranks
     console = console or Console()
     quiet = quiet or not ranks.is_main
-    digest = digest_of(encoder).hex()
-    embedder = Embedder(encoder, tokenizer, output / "embeddings" if cache else None, ranks=ranks)
     done = Evaluated({}, {}, {})
     for number, job in enumerate(jobs, 1):
         head = f"[{number:{len(str(len(jobs)))}d}/{len(jobs)}] {job.name}: "
         path = output / f"{job.file}.json"
         kept = None
         if job.fixed and not again:
-            kept = ranks.broadcast(partial(_finished, path, digest, job.where))
+            kept = ranks.broadcast(partial(_finished, path, embedder.digest.hex(), job.where))
         try:
-            with watching(console, head, quiet) as embedder.watch:
-                records = kept or _measure(job, embedder, model, pretrained, digest)
+            with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
+                embedder.on_progress = progress.update
+                records = kept or _measure(job, embedder, model, pretrained)
         except MissingError as error:
             done.missing[job.file] = str(error)
             line = f"missing; {error}"
@@ -151,21 +188,23 @@ def evaluate(
             done.results[job.file] = records
             line = describe(records) + (" (finished before)" if kept else "")
         if not quiet:
-            console.print(head + line, markup=False, highlight=False, soft_wrap=True)
-    if not done.results:
-        reasons = [*done.failed.values(), *done.missing.values()]
-        raise UserError(f"no dataset could be evaluated: {reasons[0] if reasons else 'none was named'}")
+            print_line(console, head + line)
+    ranks.raise_on_all(partial(_check_results, done))
     return done
 
 
 def describe(records: Sequence[dict[str, Any]]) -> str:
-    """The metrics of a result in one line, in percent."""
-    parts = []
+    """The metrics of a result in one line, in percent; of a part, such as SugarCrepe's kinds, its accuracy."""
+    shown: dict[str, float | None] = {}
     for record in records:
-        metrics = {name: value for name, value in record["metrics"].items() if value is not None}
-        if len(records) > 1:  # one number tells a part
-            metrics = {record["dataset"].rpartition("/")[2]: metrics["acc"]}
-        parts += [f"{_short(name)} {100 * value:.1f}" for name, value in metrics.items()]
+        whole = len(records) == 1 or "mean_kind_acc" in record["metrics"]
+        shown |= record["metrics"] if whole else {record["dataset"].rpartition("/")[2]: record["metrics"]["acc"]}
+    error = shown.pop("acc_standard_error", None)
+    parts = [
+        f"{_short(name)} {100 * value:.1f}" + (f" ± {100 * error:.1f}" if name == "acc" and error is not None else "")
+        for name, value in shown.items()
+        if value is not None
+    ]
     corrupt = records[0]["powerclip"]["corrupt"]
     notes = [f"{len(corrupt)} unreadable: {', '.join(corrupt[:3])}"] if corrupt else []
     counts = records[0]["powerclip"]["counts"]
@@ -198,15 +237,49 @@ def _is_result(record: Any) -> bool:
     return isinstance(record["metrics"], dict) and isinstance(about, dict) and isinstance(about.get("counts", {}), dict)
 
 
-def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None, digest: str) -> list[dict[str, Any]]:
+def _jobs(
+    paths: Sequence[Path], pointing: Sequence[Path], suite: str | None, data: Path | None, datasets: Sequence[str]
+) -> list[Job]:
+    if suite is None and (data is not None or datasets):
+        raise UserError("--data and --datasets belong to a suite: name it with --suite")
+    if suite is None and not paths and not pointing:
+        raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"there is no file or folder {path}")
+    for path in pointing:
+        if not path.is_file():
+            raise UserError(f"--pointing: there is no file {path}")
+    jobs = jobs_for_paths(paths, pointing)
+    if suite is not None:
+        benchmarks = choose(suite, datasets)
+        if data is None:
+            raise UserError("--suite needs --data, the folder that holds its datasets")
+        if not data.is_dir():
+            raise UserError(f"--data: there is no folder {data}")
+        jobs += jobs_for_suite(benchmarks, data)
+    return jobs
+
+
+def _name(model: str) -> str:
+    """What results call a model: a folder by its last two names, less the `model` that runs call theirs."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return model
+    path = path.resolve()
+    path = path.parent if path.name == "model" else path
+    return "/".join(path.parts[-2:]).lstrip("/")
+
+
+def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -> list[dict[str, Any]]:
     started = time.perf_counter()
-    task = on_all(embedder.ranks, job.find)
-    scored: Scored = task.score(embedder)
+    task = _find(job, embedder.ranks)
+    scored: Scored = embedder.ranks.raise_on_all(lambda: task.score(embedder))
     about = {
         "counts": scored.counts,
         "corrupt": list(scored.corrupt),
         "seconds": round(time.perf_counter() - started, 3),
-        "weights": digest,
+        "weights": embedder.digest.hex(),
         "data": job.where,
     }
     return [
@@ -221,6 +294,31 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None, d
         }
         for part, metrics in scored.parts.items()
     ]
+
+
+def _find(job: Job, ranks: Ranks) -> Task:
+    """The task of a job. Where one rank does not find it, all raise the same, so that none waits for another."""
+    missing = ""
+
+    def find() -> Task | None:
+        nonlocal missing
+        try:
+            return job.find()
+        except MissingError as error:
+            missing = str(error)
+            return None
+
+    task = ranks.raise_on_all(find)
+    reasons = [reason for reason in ranks.collect(missing) if reason]
+    if reasons or task is None:
+        raise MissingError(reasons[0])
+    return task
+
+
+def _check_results(done: Evaluated) -> None:
+    if not done.results:
+        reasons = [*done.failed.values(), *done.missing.values()]
+        raise UserError(f"no dataset could be evaluated: {reasons[0] if reasons else 'none was named'}")
 
 
 def _finished(path: Path, digest: str, where: str) -> list[dict[str, Any]] | None:
@@ -238,14 +336,16 @@ def _finished(path: Path, digest: str, where: str) -> list[dict[str, Any]] | Non
     return records if same else None
 
 
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name)
+def _file_name(name: str, joint: str = "_") -> str:
+    return re.sub(r"[^\w.-]+", joint, name)
 
 
 def _short(name: str) -> str:
     shown = {
         "image_retrieval_recall": "image R",
         "text_retrieval_recall": "text R",
+        "mean_recall": "mean recall",
+        "mean_kind_acc": "mean of kinds",
         "mean_average_precision": "mAP",
         "pointing_words": "in caption",
         "pointing_text": "alone",

@@ -1,4 +1,4 @@
-"""The kinds of benchmark: what each holds, and its metrics by the names that clip-benchmark gives them.
+"""The kinds of benchmark: what each holds, and how an embedder scores it.
 
 Axes: n images · T phrases · D width
 """
@@ -15,25 +15,28 @@ from torch import Tensor
 
 from powerclip.data.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
-from powerclip.evaluate import composition, pointing, retrieval
-from powerclip.evaluate.embedder import Embedded, Embedder
-from powerclip.evaluate.embeddings import BATCH, device_of
-from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
+from powerclip.evaluate import metrics
+from powerclip.evaluate.embedder import BATCH, Embedded, Embedder
 from powerclip.evaluate.images import ImageSource
+from powerclip.evaluate.metrics import Metrics
 from powerclip.evaluate.probe import ProbeSettings, train_probe
-from powerclip.evaluate.zero_shot import class_embeddings, top_accuracy
 
-Metrics = dict[str, float | None]
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the image
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a benchmark gave: metrics for it, or for each of its parts (SugarCrepe's kinds)."""
+    """What a task gave: metrics of the whole, and of each of its parts (SugarCrepe's kinds)."""
 
     parts: dict[str, Metrics]  # name of the part, "" for the whole → metrics
     counts: dict[str, int]
     corrupt: tuple[str, ...] = ()
+
+    def flat(self) -> dict[str, float]:
+        """`metric` of the whole and `PART/acc` of each part → share, 0 to 1."""
+        whole = self.parts.get("", {})
+        parts = {f"{part}/acc": own.get("acc") for part, own in self.parts.items() if part}
+        return {name: value for name, value in {**whole, **parts}.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,22 @@ class Classification:
     classes: Sequence[str]
     templates: Sequence[str]
 
+    @property
+    def summary(self) -> str:
+        """`1,000 images, 10 classes`."""
+        return f"{len(self.images.names):,} images, {len(self.classes):,} classes"
+
     def score(self, embedder: Embedder) -> Scored:
         """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
         _check_labels(self.labels, len(self.classes))
-        directions = class_embeddings(embedder.texts, self.classes, self.templates)
+        directions = metrics.class_embeddings(embedder.texts, self.classes, self.templates)
         embedded = embedder.images(self.images)
         vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
         if labels.ndim == 2:
-            metrics: Metrics = {"mean_average_precision": mean_average_precision(vectors @ directions.T, labels)}
+            found: Metrics = {"mean_average_precision": metrics.mean_average_precision(vectors @ directions.T, labels)}
         else:
-            metrics = classification_metrics(vectors @ directions.T, labels)
-        return Scored({"": metrics}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
+            found = metrics.classification(vectors @ directions.T, labels)
+        return Scored({"": found}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -68,17 +76,20 @@ class CaptionRetrieval:
     captions: Sequence[str]
     image_of_caption: Tensor  # [captions]
 
+    @property
+    def summary(self) -> str:
+        """`1,000 images, 5,000 captions`."""
+        return f"{len(self.images.names):,} images, {len(self.captions):,} captions"
+
     def score(self, embedder: Embedder) -> Scored:
-        """Recall at 1, 5 and 10, both ways."""
+        """Recall at 1, 5 and 10, both ways, and their mean."""
         embedded = embedder.images(self.images)
         captions = embedder.texts(self.captions)
         kept = embedded.readable[self.image_of_caption]
-        place = embedded.readable.cumsum(0) - 1  # among the readable ones
-        vectors, owners = embedded.vectors[embedded.readable], place[self.image_of_caption[kept]]
-        found = retrieval.recall(vectors, captions[kept], owners)
-        metrics: Metrics = {f"image_retrieval_recall@{k}": value for k, value in found.image.items()}
-        metrics |= {f"text_retrieval_recall@{k}": value for k, value in found.text.items()}
-        return Scored({"": metrics}, {"images": len(vectors), "captions": int(kept.sum())}, embedded.corrupt)
+        number = embedded.readable.cumsum(0) - 1  # among the readable ones
+        vectors, owners = embedded.vectors[embedded.readable], number[self.image_of_caption[kept]]
+        found = metrics.recall(vectors, captions[kept], owners)
+        return Scored({"": found}, {"images": len(vectors), "captions": int(kept.sum())}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -93,20 +104,22 @@ class HardNegatives:
     kinds: Sequence[str]
     missing: int = 0  # comparisons whose image is not there
 
+    @property
+    def summary(self) -> str:
+        """`517 comparisons, 6,994 left out: their images are not there`."""
+        left_out = f", {self.missing:,} left out: their images are not there" if self.missing else ""
+        return f"{len(self.captions):,} comparisons{left_out}"
+
     def score(self, embedder: Embedder) -> Scored:
-        """Accuracy of each kind. Of one image, the image accuracy is 1 by definition."""
+        """Accuracy of all items and of each kind."""
         embedded = embedder.images(self.images)
         captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
         kept = embedded.readable[self.image_of_item]
         vectors = embedded.vectors[self.image_of_item[kept]]
-        preferred = composition.prefers_caption(vectors, captions[kept], negatives[kept])
+        preferred = metrics.prefers_caption(vectors, captions[kept], negatives[kept])
         kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
-        by_kind = composition.accuracy_by_kind(preferred, kinds)
-        parts: dict[str, Metrics] = {
-            kind: {"image_acc": 1.0, "text_acc": value, "acc": value} for kind, value in by_kind.items()
-        }
         counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
-        return Scored(parts, counts, embedded.corrupt)
+        return Scored(metrics.hard_negatives(preferred, kinds), counts, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -117,14 +130,18 @@ class CaptionPairs:
     images: ImageSource  # [2 · items], those of an item together
     captions: Sequence[str]  # likewise
 
+    @property
+    def summary(self) -> str:
+        """`400 pairs of images and captions`."""
+        return f"{len(self.captions) // 2:,} pairs of images and captions"
+
     def score(self, embedder: Embedder) -> Scored:
         """Items whose images both find their caption (text), whose captions find their image (image), and both."""
         embedded = embedder.images(self.images)
         captions = embedder.texts(self.captions).unflatten(0, (-1, 2))
         kept = embedded.readable.view(-1, 2).all(1)
         scores = embedded.vectors.unflatten(0, (-1, 2))[kept] @ captions[kept].mT  # [items, image, caption]
-        metrics: Metrics = dict(pair_accuracy(scores))
-        return Scored({"": metrics}, {"items": int(kept.sum())}, embedded.corrupt)
+        return Scored({"": metrics.caption_pairs(scores)}, {"items": int(kept.sum())}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,16 @@ class LinearProbe:
     test: Classification
     settings: ProbeSettings = field(default_factory=ProbeSettings)
 
+    @property
+    def images(self) -> ImageSource:
+        """Those that are classified."""
+        return self.test.images
+
+    @property
+    def summary(self) -> str:
+        """`10,000 images, 10 classes; trained on 50,000`."""
+        return f"{self.test.summary}; trained on {len(self.train.labels):,}"
+
     def score(self, embedder: Embedder) -> Scored:
         """Accuracy of the trained classifier."""
         if self.train.labels.ndim != 1:
@@ -143,15 +170,15 @@ class LinearProbe:
         seen, unseen = embedder.images(self.train.images), embedder.images(self.test.images)
         classes = int(self.train.labels.max()) + 1
         _check_labels(self.test.labels, classes)
-        device = device_of(embedder.encoder)
+        device = embedder.device
         vectors, labels = (part.to(device) for part in _readable(seen, self.train.labels))
         layer = train_probe(vectors, labels, classes, self.settings)
         vectors, labels = (part.to(device) for part in _readable(unseen, self.test.labels))
         with torch.no_grad():
-            found = classification_metrics(layer(vectors), labels)
+            found = metrics.classification(layer(vectors), labels)
         counts = {"images": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
-        metrics = {f"lp_{name}": value for name, value in found.items()}
-        return Scored({"": metrics}, counts, (*seen.corrupt, *unseen.corrupt))
+        renamed: Metrics = {f"lp_{name}": value for name, value in found.items()}
+        return Scored({"": renamed}, counts, (*seen.corrupt, *unseen.corrupt))
 
 
 @dataclass(frozen=True)
@@ -167,45 +194,53 @@ class PointingGame:
     captions: Sequence[str]  # T
     spans: Sequence[Span]  # T, of the captions
     boxes: Sequence[Sequence[Box]]  # T
+    objects: Sequence[Sequence[Box]] | None = None  # T, of all objects of the image: whether a phrase hits any of them
+
+    @property
+    def summary(self) -> str:
+        """`1,000 images, 2,500 phrases`."""
+        return f"{len(self.images.names):,} images, {len(self.spans):,} phrases"
 
     def score(self, embedder: Embedder) -> Scored:
         """Share of hits for both ways to ask, and of a patch that is drawn at random."""
-        grid = embedder.encoder.grid
-        inside = torch.stack([pointing.cells_in_boxes(torch.tensor(own), grid).any(0) for own in self.boxes])
-        hits = torch.zeros(len(self.spans), 2)  # words, text
+        phrases = list(zip(self.captions, self.spans, strict=True))
+        queries = {
+            "words": embedder.phrases(self.captions, [_tree(caption, span) for caption, span in phrases]),
+            "text": embedder.texts([caption[span.start : span.end] for caption, span in phrases]),
+        }
+        targets = {"": self._cells(self.boxes, embedder)}
+        if self.objects is not None:
+            targets["_any"] = self._cells(self.objects, embedder)
+        hits = {f"pointing_{way}{which}": torch.zeros(len(phrases)) for which in targets for way in queries}
         asked: dict[int, list[int]] = {}
-        for place, image in enumerate(self.image_of_phrase):
-            asked.setdefault(image, []).append(place)
+        for phrase, image in enumerate(self.image_of_phrase):
+            asked.setdefault(image, []).append(phrase)
 
-        def ask(images: Sequence[int], patches: Tensor) -> None:
-            """Play all phrases of some images, given their patches [images, N, D]."""
-            which = [(row, place) for row, image in enumerate(images) for place in asked[image]]
-            for start in range(0, len(which), BATCH):
-                part = which[start : start + BATCH]
-                places = [place for _, place in part]
-                rows = torch.tensor([row for row, _ in part], device=patches.device)
-                for way, queries in enumerate(self._queries(embedder, places)):
-                    heat = patch_similarity(patches[rows], queries).unflatten(1, grid)
-                    hits[torch.tensor(places), way] = pointing.hits_cells(heat.cpu(), inside[places]).float()
+        def play(images: Sequence[int], patches: Tensor) -> None:
+            """Ask for all phrases of some images, given their patches [batch, N, D]."""
+            pairs = [(row, phrase) for row, image in enumerate(images) for phrase in asked.get(image, [])]
+            for start in range(0, len(pairs), BATCH):
+                rows, numbers = torch.tensor(pairs[start : start + BATCH]).unbind(1)
+                own = patches[rows.to(patches.device)]
+                for way, directions in queries.items():
+                    heat = metrics.patch_similarity(own, directions[numbers].to(patches.device))
+                    heat = heat.unflatten(1, embedder.encoder.grid).cpu()
+                    for which, inside in targets.items():
+                        hits[f"pointing_{way}{which}"][numbers] = metrics.hits_cells(heat, inside[numbers]).float()
 
-        seen = embedder.patches(self.images, ask)
-        hits = embedder.ranks.sum(hits)
+        seen = embedder.patches(self.images, play)
         kept = seen.readable[torch.tensor(self.image_of_phrase)]
-        words, text = hits[kept].double().mean(0).tolist()
-        metrics: Metrics = {"pointing_words": words, "pointing_text": text}
-        metrics["pointing_chance"] = inside[kept].double().mean().item()
+        found: Metrics = {name: embedder.ranks.sum(own)[kept].double().mean().item() for name, own in hits.items()}
+        found |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
         counts = {"images": int(seen.readable.sum()), "phrases": int(kept.sum())}
         # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
-        small = int((~inside[kept].flatten(1).any(1)).sum())
-        return Scored({"": metrics}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
+        small = int((~targets[""][kept].flatten(1).any(1)).sum())
+        return Scored({"": found}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
 
-    def _queries(self, embedder: Embedder, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Directions [T, D] that phrases ask for: from the words of their captions, and alone."""
-        encoder, tokenizer = embedder.encoder, embedder.tokenizer
-        captions, spans = [self.captions[place] for place in places], [self.spans[place] for place in places]
-        trees = [_tree(caption, span) for caption, span in zip(captions, spans, strict=True)]
-        alone = [caption[span.start : span.end] for caption, span in zip(captions, spans, strict=True)]
-        return word_queries(encoder, tokenizer, captions, trees), text_queries(encoder, tokenizer, alone)
+    def _cells(self, boxes: Sequence[Sequence[Box]], embedder: Embedder) -> Tensor:
+        """Which patches lie in one of the boxes of each phrase [T, rows, columns] bool."""
+        grid = embedder.encoder.grid
+        return torch.stack([metrics.cells_in_boxes(torch.tensor(own), grid).any(0) for own in boxes])
 
 
 def _tree(caption: str, span: Span) -> Tree:
@@ -215,35 +250,6 @@ def _tree(caption: str, span: Span) -> Tree:
 
 
 Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame
-
-
-def classification_metrics(scores: Tensor, labels: Tensor) -> Metrics:
-    """Of scores [n, classes] and labels [n]. Top-5 needs five classes; classes that do not occur have no recall."""
-    classes = scores.shape[1]
-    top = top_accuracy(scores, labels)
-    hits = (scores.argmax(1) == labels).double()
-    present = torch.bincount(labels, minlength=classes).double()
-    recalls = torch.bincount(labels, weights=hits, minlength=classes)[present > 0] / present[present > 0]
-    return {
-        "acc1": top[1],
-        "acc5": top[5] if classes >= 5 else None,
-        "mean_per_class_recall": recalls.mean().item(),
-    }
-
-
-def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Over classes, of scores and labels [n, classes]; a class without an image counts as 0, as in clip-benchmark."""
-    truth = labels.gather(0, scores.argsort(dim=0, descending=True)).double()
-    precision = truth.cumsum(0) / torch.arange(1, len(truth) + 1)[:, None]
-    return ((precision * truth).sum(0) / truth.sum(0).clamp(min=1)).mean().item()
-
-
-def pair_accuracy(scores: Tensor) -> dict[str, float]:
-    """Winoground's three scores of [items, 2 images, 2 captions]. A draw is a miss."""
-    text = (scores[:, 0, 0] > scores[:, 0, 1]) & (scores[:, 1, 1] > scores[:, 1, 0])
-    image = (scores[:, 0, 0] > scores[:, 1, 0]) & (scores[:, 1, 1] > scores[:, 0, 1])
-    values = {"image_acc": image, "text_acc": text, "acc": image & text}
-    return {name: hits.double().mean().item() for name, hits in values.items()}
 
 
 def _readable(embedded: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ CHARTS = {
     "violation": "Violation rate",
     "empty": "Empty best sets",
     "logit_scale": "Logit scale",
-    "evaluate/retrieval/mean": "Retrieval",
+    "evaluate/retrieval/mean_recall": "Retrieval",
 }
 # Neighbours differ most; a study with more settings uses the colours again.
 PALETTE = (

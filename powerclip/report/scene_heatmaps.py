@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from powerclip.data.scenes import Scene, render, test_scenes
 from powerclip.data.tokens import CaptionTokenizer
-from powerclip.data.trees import Tree
-from powerclip.evaluate.heatmap import patch_similarity, text_queries, word_queries
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.ground import caption_heatmaps
 from powerclip.evaluate.scenes import scene_images
 from powerclip.report.heatmaps import Panel, Row
 
@@ -23,13 +21,13 @@ PHRASES = (3, 5)  # fewest and most phrases beside the caption: enough to compar
 
 def scene_rows(encoders: Mapping[str, DualEncoder], shown: int = SHOWN) -> list[Row]:
     """For each of the first fitting test scenes, a row for each model: the caption, then each phrase of its tree."""
-    tokenizer = CaptionTokenizer()
+    embedders = {name: Embedder(encoder, CaptionTokenizer()) for name, encoder in encoders.items()}
     rows = []
     for scene in _fitting(shown):
-        for position, (name, encoder) in enumerate(encoders.items()):
-            image = render([scene], 4 * encoder.image_size[0])[0]
+        for position, (name, embedder) in enumerate(embedders.items()):
+            image = render([scene], 4 * embedder.encoder.image_size[0])[0]
             caption = scene.caption if position == 0 else ""
-            panels = _panels(encoder, tokenizer, scene)
+            panels = _panels(embedder, scene)
             rows.append(Row(image, panels, name, caption, continues=position > 0))
     return rows
 
@@ -47,21 +45,12 @@ def _fitting(count: int) -> list[Scene]:
     return fitting[:count]
 
 
-@torch.inference_mode()
-def _panels(encoder: DualEncoder, tokenizer: CaptionTokenizer, scene: Scene) -> list[Panel]:
-    device = next(encoder.parameters()).device
-    root, *phrases = scene.tree.nodes
-    boxes = {(span.start, span.end): box for span, box in scene.phrase_boxes}
-    _, patches = encoder.encode_patches(scene_images(encoder, [scene]).to(device))
-    queries = torch.cat(
-        [
-            text_queries(encoder, tokenizer, [scene.caption]),
-            word_queries(encoder, tokenizer, [scene.caption], [Tree(scene.tree.leaves, tuple(phrases))]),
-        ]
-    )
-    heat = patch_similarity(patches, queries).unflatten(1, encoder.grid).cpu()
-    panels = [Panel("whole caption", heat[0], boxes.get((root.start, root.end)))]
-    for node, values in zip(phrases, heat[1:], strict=True):
-        phrase = scene.caption[node.start : node.end]
-        panels.append(Panel(phrase, values, boxes.get((node.start, node.end))))
-    return panels
+def _panels(embedder: Embedder, scene: Scene) -> list[Panel]:
+    pixels = scene_images(embedder.encoder, [scene])[0]
+    phrases, heat = caption_heatmaps(embedder, pixels, scene.caption, scene.tree)
+    # Phrases of a scene that read the same name the same object.
+    boxes = {scene.caption[span.start : span.end]: box for span, box in scene.phrase_boxes}
+    return [
+        Panel(phrase if number else "whole caption", values, boxes.get(phrase))
+        for number, (phrase, values) in enumerate(zip(phrases, heat, strict=True))
+    ]

@@ -22,7 +22,8 @@ from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.evaluate.sugarcrepe import SugarCrepe, read_sugarcrepe
+from powerclip.evaluate.embedder import PixelStore
+from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.inputs import existing_file
 from powerclip.train.recipe import FLAT, DataSection, Recipe
@@ -40,6 +41,7 @@ class CorpusStore:
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self.pixels = PixelStore()  # images that evaluations have prepared
         self._kept: dict[Hashable, Any] = {}
         self._say = say
 
@@ -56,18 +58,15 @@ class CorpusStore:
 
         return self._once(("corpus", paths, size, trees), read)
 
-    def comparisons(self, folder: str, setting: str) -> SugarCrepe:
-        """The SugarCrepe files of a recipe's `setting`."""
-        path = expand_path(folder, setting)
-        if not path.is_dir():
-            raise UserError(f"{setting}: no folder {path}")
+    def task(self, source: str, paths: Sequence[Path], read: Callable[[Sequence[Path]], Task]) -> Task:
+        """What `read` finds at the paths of an evaluation's `source`."""
 
-        def read() -> SugarCrepe:
-            benchmark = read_sugarcrepe(path)
-            self._tell(folder, benchmark.summary())
-            return benchmark
+        def read_and_say() -> Task:
+            task = read(paths)
+            self._tell(source, task.summary)
+            return task
 
-        return self._once(("comparisons", path), read)
+        return self._once(("task", tuple(paths)), read_and_say)
 
     def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
         """The shards of a recipe's data section, indexed."""

@@ -1,83 +1,86 @@
-"""What a recipe asks to be measured at the end of its run: found before the run begins, scored when asked."""
+"""What a recipe asks to be measured: tasks that are read before the run begins, and scored whenever it is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import tokenizer_for
-from powerclip.train.data import CorpusStore, kept_size
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.readers import read_caption_tars, read_sugarcrepe
+from powerclip.evaluate.scenes import scene_tasks
+from powerclip.evaluate.tasks import Task
+from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.train.data import CorpusStore
 from powerclip.train.recipe import Recipe
 
 if TYPE_CHECKING:
-    from powerclip.data.corpus import Corpus
     from powerclip.encoders import DualEncoder
-    from powerclip.evaluate.sugarcrepe import SugarCrepe
 
-Scores = dict[str, float]  # `benchmark/measure` → share of right answers, 0 to 1
-Evaluation = Callable[["DualEncoder"], Mapping[str, float]]
+Evaluation = Callable[["DualEncoder"], Mapping[str, float]]  # `TASK/metric` → share of right answers, 0 to 1
+
+# The scores that tell most, in the order of `describe`.
+SCENE_HEADLINES = {
+    "retrieval": "scenes/retrieval/mean_recall",
+    "zero-shot": "scenes/zero_shot/acc1",
+    "composition": "scenes/composition/mean_kind_acc",
+    "pointing": "scenes/pointing/pointing_words",
+}
 
 
-def make_evaluation(recipe: Recipe, encoder: DualEncoder, store: CorpusStore | None = None) -> Evaluation | None:
+def make_evaluation(
+    recipe: Recipe, encoder: DualEncoder, store: CorpusStore | None = None, ranks: Ranks = SINGLE
+) -> Evaluation | None:
     """The function that scores a model as `recipe.evaluation` says, or None when it asks for nothing.
 
-    Everything that it needs is read here: what is missing shows before hours of training, not after.
+    Everything that it needs is read here: what is missing or damaged shows before hours of training, not after.
+
+    Args:
+        recipe: says what is measured.
+        encoder: a model that prepares images as the one that is measured.
+        store: keeps what was read for other runs, and decoded images for the next evaluation.
+        ranks: the processes that evaluate together.
+
+    Raises:
+        UserError: something is missing or cannot be read.
     """
-    asked, store = recipe.evaluation, store or CorpusStore()
-    parts: list[Callable[[DualEncoder], Scores]] = []
-    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
-    if asked.retrieval is not None:
-        corpus = store.corpus(asked.retrieval, "evaluation.retrieval", kept_size(encoder.image_size))
-        parts.append(lambda model: retrieval_scores(model, tokenizer, corpus))
-    if asked.composition is not None:
-        benchmark = store.comparisons(asked.composition, "evaluation.composition")
-        parts.append(lambda model: composition_scores(model, tokenizer, benchmark))
-    if asked.scenes:
-        parts.append(lambda model: scene_scores(model, tokenizer, asked.scenes))
-    if not parts:
+    store = store or CorpusStore()
+    tasks = ranks.raise_on_all(lambda: read_tasks(recipe, encoder, store))
+    if not tasks:
         return None
-    return lambda model: {name: score for part in parts for name, score in part(model).items()}
+    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
+
+    def embedder(model: DualEncoder) -> Embedder:
+        return Embedder(model, tokenizer, ranks=ranks, pixels=store.pixels)
+
+    for name, task in tasks.items():
+        if not name.startswith("scenes/"):
+            embedder(encoder).check_images(task.images)
+
+    def evaluate(model: DualEncoder) -> dict[str, float]:
+        scorer = embedder(model)
+        scored = {name: task.score(scorer).flat() for name, task in tasks.items()}
+        return {f"{name}/{metric}": value for name, found in scored.items() for metric, value in found.items()}
+
+    return evaluate
 
 
-def retrieval_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, corpus: Corpus) -> Scores:
-    """Recall on a held-out corpus."""
-    from powerclip.evaluate.corpus import evaluate_corpus
-
-    found = evaluate_corpus(encoder, tokenizer, corpus)
-    return {
-        "retrieval/mean": found.mean,
-        "retrieval/r1": (found.text[1] + found.image[1]) / 2,
-        **{f"retrieval/text_r{k}": value for k, value in found.text.items()},
-        **{f"retrieval/image_r{k}": value for k, value in found.image.items()},
-    }
-
-
-def composition_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, benchmark: SugarCrepe) -> Scores:
-    """SugarCrepe's accuracies."""
-    from powerclip.evaluate.sugarcrepe import evaluate_sugarcrepe
-
-    found = evaluate_sugarcrepe(encoder, tokenizer, benchmark)
-    return {
-        "composition/mean": found.mean,
-        "composition/error": found.error,
-        **{f"composition/{group}": value for group, value in found.groups.items()},
-        **{f"composition/{kind}": value for kind, value in found.accuracy.items()},
-    }
-
-
-def scene_scores(encoder: DualEncoder, tokenizer: CaptionTokenizer, count: int) -> Scores:
-    """The means of the benchmarks on the embedded test scenes."""
-    from powerclip.evaluate.embeddings import device_of
-    from powerclip.evaluate.scenes import evaluate_scenes
-
-    found = evaluate_scenes(encoder, tokenizer, count=count, device=device_of(encoder))
-    return {
-        "scenes/retrieval": found.retrieval.mean,
-        "scenes/zero_shot": found.zero_shot[1],
-        "scenes/composition": found.composition_mean,
-        "scenes/pointing": found.pointing["words"],
-    }
+def read_tasks(recipe: Recipe, encoder: DualEncoder, store: CorpusStore) -> dict[str, Task]:
+    """The tasks that a recipe names, by the names of their scores."""
+    asked = recipe.evaluation
+    tasks: dict[str, Task] = {}
+    if asked.retrieval is not None:
+        tars = expand_pattern(asked.retrieval, "evaluation.retrieval")
+        tasks["retrieval"] = store.task(asked.retrieval, tars, read_caption_tars)
+    if asked.composition is not None:
+        folder = expand_path(asked.composition, "evaluation.composition")
+        tasks["composition"] = store.task(asked.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
+    if asked.scenes:
+        found = scene_tasks(asked.scenes, encoder.image_size[0])
+        tasks |= {f"scenes/{name}": task for name, task in found.items()}
+    return tasks
 
 
 def describe(scores: Mapping[str, float]) -> str:
@@ -86,14 +89,14 @@ def describe(scores: Mapping[str, float]) -> str:
 
 
 def _phrases(percent: Mapping[str, float]) -> Iterator[str]:
-    if "retrieval/mean" in percent:
-        text, image = percent["retrieval/text_r1"], percent["retrieval/image_r1"]
-        yield f"retrieval {percent['retrieval/mean']:.1f} (R@1: text {text:.1f}, image {image:.1f})"
-    if "composition/mean" in percent:
-        yield f"composition {percent['composition/mean']:.1f} ± {percent['composition/error']:.1f}"
-    scenes = [name for name in percent if name.startswith("scenes/")]
+    if "retrieval/mean_recall" in percent:
+        text, image = (percent[f"retrieval/{side}_retrieval_recall@1"] for side in ("text", "image"))
+        yield f"retrieval {percent['retrieval/mean_recall']:.1f} (R@1: text {text:.1f}, image {image:.1f})"
+    if "composition/acc" in percent:
+        yield f"composition {percent['composition/acc']:.1f} ± {percent['composition/acc_standard_error']:.1f}"
+    scenes = [f"{label} {percent[name]:.1f}" for label, name in SCENE_HEADLINES.items() if name in percent]
     if scenes:
-        yield "scenes: " + ", ".join(f"{name.removeprefix('scenes/')} {percent[name]:.1f}" for name in scenes)
+        yield f"scenes: {', '.join(scenes)}"
     for name, value in percent.items():
         if name.split("/")[0] not in ("retrieval", "composition", "scenes"):
             yield f"{name} {value:.1f}"

@@ -19,7 +19,6 @@ from powerclip.data.keyed_random import key_of
 from powerclip.data.loader import DRAWS_VERSION, BatchLoader, killed_workers
 from powerclip.encoders import DualEncoder, load, save
 from powerclip.errors import UserError
-from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives import Terms
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.environment import note_environment
@@ -148,7 +147,7 @@ class Trainer:
                 warn=progress.warn,
             )
         )
-        self.evaluate = options.evaluate or ranks.raise_on_all(lambda: make_evaluation(recipe, state.encoder, store))
+        self.evaluate = options.evaluate or make_evaluation(recipe, state.encoder, store, ranks)
         self.recipe = recipe = with_steps(recipe, self.loader)
         progress.total = recipe.train.steps
         self.guard = Guard(recipe.train.max_skipped, (state.encoder, state.objective), progress.warn)
@@ -332,7 +331,7 @@ def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
     """
     with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []), torch.no_grad():
         try:
-            scores = evaluate(spread_encoder(full_encoder(state.encoder), state.ranks).eval())
+            scores = evaluate(full_encoder(state.encoder).eval())
         finally:
             state.encoder.train()
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}

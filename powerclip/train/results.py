@@ -12,6 +12,7 @@ from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 from powerclip.settings import check
 
+FORMAT = 2  # 1, which files did not say: other names of scores, and images of shards squashed for evaluation
 # The first logged steps compile, warm caches up and wait for the first batches.
 WARM_UP_ROWS = 2
 
@@ -23,8 +24,9 @@ class Results:
     steps: int
     seconds: float  # of the process that finished the run
     seconds_per_step: float | None  # median over the logged intervals, the first ones left out
-    scores: dict[str, float] = field(default_factory=dict)  # `benchmark/measure` → share of right answers, 0 to 1
+    scores: dict[str, float] = field(default_factory=dict)  # `TASK/metric` → share of right answers, 0 to 1
     last: dict[str, float] = field(default_factory=dict)  # what was logged at the last step
+    format: int = FORMAT
 
 
 def write_results(path: Path, results: Results) -> None:
@@ -35,12 +37,15 @@ def write_results(path: Path, results: Results) -> None:
 def read_results(path: Path) -> Results:
     """Read the file back; UserError when it is damaged or not one of ours."""
     try:
-        results = Results(**check(json.loads(path.read_text(encoding="utf-8")), Results, str(path)))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        results = Results(**check(content, Results, str(path)))
         if not all(isinstance(value, int | float) for value in (*results.scores.values(), *results.last.values())):
             raise TypeError("a score or a logged value is not a number")
-        return results
     except (ValueError, TypeError, UserError):
         raise UserError(f"{path}: not the results of a run; remove it to run again") from None
+    if content.get("format") != FORMAT:
+        raise UserError(f"{path}: results of another version, with other metrics; remove it to run again")
+    return results
 
 
 def seconds_per_step(rows: Iterable[Mapping[str, float]], batch_size: int) -> float | None:

@@ -157,14 +157,14 @@ def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypat
     assert "[6/6] heavy, seed 1: retrieval" in printed
     assert printed.count("12 images") == 1  # the corpus was read once
     table = (output / "table.md").read_text()
-    assert table.startswith("A trial.\n\n| setting | retrieval | Δ | R@1 |")
+    assert table.startswith("A trial.\n\n| setting | retrieval | Δ | R@1 text |")
     assert "| heavy |" in table
     assert "- clip: the baseline" in table
     assert "2 seeds (0, 1)" in table
     written = json.loads((output / "results.json").read_text())
     assert written["baseline"] == "clip"
     assert written["settings"]["heavy"]["runs"]["1"]["scores"] == results["heavy"][1].scores
-    assert written["settings"]["heavy"]["summary"]["composition/mean"]["seeds"] == 2
+    assert written["settings"]["heavy"]["summary"]["composition/acc"]["seeds"] == 2
     page = (output / "curves.html").read_text()
     assert all(f"■ {name}" in page for name in results)
     assert page.count("<svg") == 5  # losses, violation, empty sets, scale
@@ -202,7 +202,7 @@ def test_a_change_of_the_evaluation_alone_runs_again(folder):
     without = read_study([str(folder / "study.yaml")], ["evaluation.composition=null"]).only(["clip"])
     results, printed = run(without, output, [0])
     assert "finished before" not in printed
-    assert "composition/mean" not in results["clip"][0].scores
+    assert "composition/acc" not in results["clip"][0].scores
 
 
 def test_the_losses_that_a_method_adds_have_their_curves():
@@ -260,7 +260,7 @@ def made(**scores: list[float]) -> tuple[Study, StudyResults]:
     study = Study(tuple(Setting(name, recipe) for name in scores), next(iter(scores)))
     results = {
         name: {
-            seed: Results(1, 1.0, 0.010 + 0.001 * place, {"retrieval/mean": value}, {})
+            seed: Results(1, 1.0, 0.010 + 0.001 * place, {"retrieval/mean_recall": value}, {})
             for seed, value in enumerate(values)
         }
         for place, (name, values) in enumerate(scores.items())
@@ -298,7 +298,7 @@ def test_settings_that_print_alike_share_their_mark():
 def test_a_difference_is_taken_over_the_seeds_that_both_have():
     study, results = made(clip=[0.1, 0.2, 0.3], ours=[0.2, 0.3, 0.9])
     results["clip"][2] = RunFailure("training diverged")
-    found = summary(study, results, "ours", MEASURES)["retrieval/mean"]
+    found = summary(study, results, "ours", MEASURES)["retrieval/mean_recall"]
     assert found["difference"] == pytest.approx(10)
     assert found["seeds"] == 3
     assert found["mean"] == pytest.approx(100 * (0.2 + 0.3 + 0.9) / 3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mini_corpus import write_shard
 from PIL import Image
 
 from powerclip.data.tokens import CaptionTokenizer
@@ -73,4 +75,27 @@ def sugarcrepe(folder: Path, items: int = 24) -> Path:
             caption, negative = f"a {CLASSES[number % 7]} and a {kind}", f"a {CLASSES[(number + 2) % 7]} and a {kind}"
             rows[str(number)] = {"filename": name, "caption": caption, "negative_caption": negative}
         (folder / f"{kind}.json").write_text(json.dumps(rows))
+    return folder
+
+
+def webdataset(folder: Path, labels: str = "cls", split: str = "test") -> Path:
+    """clip-benchmark's layout."""
+    members: list[tuple[str, bytes | str]] = []
+    for number in range(14):
+        content = image(folder / "drawn.png", number).read_bytes()
+        members.append((f"s{number:04d}.png", content))
+        if labels == "cls":
+            members.append((f"s{number:04d}.cls", str(number % 7)))
+        elif labels == "npy":
+            buffer = io.BytesIO()
+            np.save(buffer, np.eye(7, dtype=np.int64)[number % 7])
+            members.append((f"s{number:04d}.npy", buffer.getvalue()))
+        else:
+            members.append((f"s{number:04d}.txt", f"a {CLASSES[number % 7]}\nnumber {number}"))
+    (folder / split).mkdir(parents=True, exist_ok=True)
+    for number in range(2):
+        write_shard(folder / split / f"{number}.tar", members[14 * number : 14 * number + 14])
+    (folder / "drawn.png").unlink()
+    (folder / "classnames.txt").write_text("\n".join(CLASSES))
+    (folder / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\na {c}\n")
     return folder

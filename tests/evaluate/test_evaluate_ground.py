@@ -6,6 +6,7 @@ from powerclip.data.scenes import render, test_scenes
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import build, load, save
 from powerclip.errors import UserError
+from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.ground import caption_heatmaps, ground, word_tree
 
 CAPTION = "a dog sitting on a red chair"
@@ -58,8 +59,8 @@ def test_phrases_beyond_the_context_length_are_left_out():
     text = {"context_length": 6, "vocab_size": 49408, "heads": 2, **tower}
     encoder = build(config={"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}).eval()
     caption = "one two three four five six seven"
-    tokenizer = CaptionTokenizer(context_length=6)
-    phrases, heat = caption_heatmaps(encoder, tokenizer, torch.rand(3, 16, 16), caption, word_tree(caption))
+    embedder = Embedder(encoder, CaptionTokenizer(context_length=6))
+    phrases, heat = caption_heatmaps(embedder, torch.rand(3, 16, 16), caption, word_tree(caption))
     assert phrases == [caption, "one", "two", "three", "four"]
     assert heat.shape == (5, 2, 2)
 

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 
 from powerclip.errors import UserError
-from powerclip.evaluate.composition import GROUPS, KINDS
+from powerclip.evaluate.metrics import GROUPS, KINDS
 from powerclip.evaluate.paper_tables import (
     FORMATS,
     Method,

@@ -1,4 +1,3 @@
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +6,10 @@ from torch.nn.functional import normalize
 
 from powerclip.data import scenes as data
 from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import build
-from powerclip.evaluate.composition import KINDS
-from powerclip.evaluate.scenes import evaluate_scenes, scene_images
+from powerclip.encoders import DualEncoder, build
+from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.metrics import KINDS
+from powerclip.evaluate.scenes import scene_images, scene_tasks
 
 SIZE, PATCH, COUNT = 32, 4, 60
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -23,8 +23,8 @@ def tokenizer():
 class Oracle(torch.nn.Module):
     """Knows each picture's caption, class and boxes. Texts are random directions, the same text always the same."""
 
-    grid, image_size = (SIZE // PATCH, SIZE // PATCH), (SIZE, SIZE)
-    clip = SimpleNamespace(visual=SimpleNamespace(preprocess_cfg={"mean": CLIP_MEAN, "std": CLIP_STD}))
+    grid, image_size, embed_dim = (SIZE // PATCH, SIZE // PATCH), (SIZE, SIZE), 256
+    clip = SimpleNamespace(visual=SimpleNamespace(preprocess_cfg={"size": SIZE, "mean": CLIP_MEAN, "std": CLIP_STD}))
 
     def __init__(self, tokenizer):
         super().__init__()
@@ -49,6 +49,9 @@ class Oracle(torch.nn.Module):
     def embed(self, text):
         return self.encode_text(self.tokenizer.pad([self.tokenizer.encode(text).ids]))[0]
 
+    def encode_image(self, images):
+        return self.encode_patches(images)[0]
+
     def encode_patches(self, images):
         globals_, patches = [], []
         for image in images:
@@ -71,15 +74,24 @@ class Oracle(torch.nn.Module):
         return torch.stack(globals_), torch.stack(patches)
 
 
+def score(encoder, tokenizer, count=COUNT, seed=0):
+    """`TASK/metric` → share, and the counts of each task."""
+    embedder = Embedder(encoder, tokenizer)
+    scored = {name: task.score(embedder) for name, task in scene_tasks(count, SIZE, seed).items()}
+    flat = {f"{name}/{metric}": value for name, own in scored.items() for metric, value in own.flat().items()}
+    return flat, {name: own.counts for name, own in scored.items()}
+
+
 def test_a_model_that_knows_the_answers_scores_everything(tokenizer):
-    results = evaluate_scenes(Oracle(tokenizer), tokenizer, count=COUNT, seed=0)
-    assert results.retrieval.mean == 1.0
-    assert results.zero_shot[1] == 1.0
-    assert results.composition == dict.fromkeys(KINDS, 1.0)
-    assert results.pointing["text"] > 0.95  # a repeated mention of one object shares its patch
-    assert results.pointing["words"] > 0.95
-    assert results.pointing_any["words"] >= results.pointing["words"]
-    assert results.chance < results.chance_any < 0.5
+    found, _ = score(Oracle(tokenizer), tokenizer)
+    assert found["retrieval/mean_recall"] == 1.0
+    assert found["zero_shot/acc1"] == 1.0
+    assert [found[f"composition/{kind}/acc"] for kind in KINDS] == [1.0] * len(KINDS)
+    assert found["composition/mean_kind_acc"] == 1.0
+    assert found["pointing/pointing_text"] > 0.95  # a repeated mention of one object shares its patch
+    assert found["pointing/pointing_words"] > 0.95
+    assert found["pointing/pointing_words_any"] >= found["pointing/pointing_words"]
+    assert found["pointing/pointing_chance"] < found["pointing/pointing_chance_any"] < 0.5
 
 
 @pytest.fixture(scope="module")
@@ -91,26 +103,35 @@ def tiny():
     return build(config={"embed_dim": 16, "vision_cfg": vision, "text_cfg": text})
 
 
+def test_scenes_are_drawn_at_the_towers_size_and_not_resized(tiny):
+    scenes = data.test_scenes(5, 0)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    assert torch.equal(scene_images(tiny, scenes), (data.render(scenes, SIZE).float() / 255 - mean) / std)
+
+
 def test_an_untrained_model_is_about_as_good_as_chance(tiny, tokenizer):
-    results = evaluate_scenes(tiny, tokenizer, count=200, seed=0)
-    assert results.retrieval.text[1] < 0.05
-    assert results.composition_mean == pytest.approx(0.5, abs=0.15)
-    assert results.counts["retrieval"] == 200
-    assert results.counts["composition"] > 100
+    found, counts = score(tiny, tokenizer, 200)
+    assert found["retrieval/text_retrieval_recall@1"] < 0.05
+    assert found["composition/mean_kind_acc"] == pytest.approx(0.5, abs=0.15)
+    assert counts["retrieval"] == {"images": 200, "captions": 200}
+    assert sum(counts["composition"].values()) > 100
+    assert counts["zero_shot"]["images"] == counts["pointing"]["images"] == 100
 
 
 def test_evaluation_repeats_exactly_and_leaves_the_model_as_it_was(tiny, tokenizer):
     tiny.train()
-    first = evaluate_scenes(tiny, tokenizer, count=30, seed=1)
+    first = score(tiny, tokenizer, 30, seed=1)
     assert tiny.training
     assert all(parameter.requires_grad for parameter in tiny.parameters())
-    assert evaluate_scenes(tiny, tokenizer, count=30, seed=1) == first
-    assert evaluate_scenes(tiny, tokenizer, count=30, seed=2) != first
+    assert score(tiny, tokenizer, 30, seed=1) == first
+    assert score(tiny, tokenizer, 30, seed=2) != first
 
 
-def test_results_are_plain_json_with_the_means(tiny, tokenizer):
-    results = evaluate_scenes(tiny, tokenizer, count=30, seed=0)
-    stored = json.loads(json.dumps(results.to_dict()))
-    assert stored["retrieval"]["text"]["5"] == results.retrieval.text[5]
-    assert stored["composition_mean"] == results.composition_mean
-    assert set(stored["composition_groups"]) == {"obj", "att", "rel"}
+def test_retrieval_and_composition_embed_their_images_once(tiny, tokenizer, monkeypatch):
+    rows = []
+    original = DualEncoder.encode_image
+    monkeypatch.setattr(
+        DualEncoder, "encode_image", lambda self, images: rows.append(len(images)) or original(self, images)
+    )
+    score(tiny, tokenizer, 30)
+    assert rows == [30, 15]  # the test split, and the zero-shot split

@@ -5,28 +5,21 @@ from xml.etree import ElementTree
 import pytest
 
 from powerclip.compare.comparison import Line, Outcome, compare, show
-from powerclip.evaluate.composition import KINDS
-from powerclip.evaluate.retrieval import Retrieval
-from powerclip.evaluate.scenes import SceneResults
+from powerclip.evaluate.metrics import CUTOFFS, KINDS
 from powerclip.report.charts import line_chart, smooth
 from powerclip.report.quickstart_page import COLOURS, Report, render, signed, verdict
 
 
 def outcome(score, seconds=10.0):
-    recall = {1: score, 5: score, 10: score}
-    return Outcome(
-        SceneResults(
-            retrieval=Retrieval(recall, recall),
-            zero_shot={1: score, 5: score},
-            composition=dict.fromkeys(KINDS, score),
-            pointing={"words": score, "text": score},
-            pointing_any={"words": score, "text": score},
-            chance=0.07,
-            chance_any=0.2,
-            counts={"retrieval": 200, "zero_shot": 100, "classes": 10, "composition": 700, "pointing": 400},
-        ),
-        seconds,
+    recalls = [f"retrieval/{side}_retrieval_recall@{k}" for side in ("text", "image") for k in CUTOFFS]
+    kinds = [f"composition/{kind}/acc" for kind in KINDS]
+    points = [f"pointing/pointing_{way}{which}" for way in ("words", "text") for which in ("", "_any")]
+    scores = dict.fromkeys(
+        [*recalls, "zero_shot/acc1", "zero_shot/acc5", *kinds, "composition/mean_kind_acc", *points], score
     )
+    scores |= {"pointing/pointing_chance": 0.07, "pointing/pointing_chance_any": 0.2}
+    counts = {"retrieval": 200, "zero_shot": 100, "classes": 10, "composition": 700, "pointing": 400}
+    return Outcome(scores, counts, seconds)
 
 
 def report(lines, **changes):
@@ -39,7 +32,7 @@ def report(lines, **changes):
         "batch_size": 128,
         "parameters": 7_000_000,
         "seeds": [0],
-        "counts": outcome(0.5).results.counts,
+        "counts": outcome(0.5).counts,
         "machine": "a <machine>",
         "command": "powerclip quickstart",
     }

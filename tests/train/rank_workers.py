@@ -18,9 +18,7 @@ from tiny_run import tiny
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
-from powerclip.evaluate.spread import spread_encoder
 from powerclip.objectives.batch_norm import batch_norm
 from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, join_ranks
 from powerclip.train.data import make_loader
@@ -216,19 +214,6 @@ def lose_one(folder: Path) -> str:
     except UserError as error:
         return str(error)
     return "was answered"
-
-
-def embed(folder: Path, images: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What a shared encoder gives for five images and captions."""
-    encoder: DualEncoder = start(tiny(folder, *TOWERS)).encoder.eval()
-    with join_ranks("cpu") as ranks, torch.inference_mode():
-        shared = spread_encoder(encoder, ranks)
-        return [
-            shared.encode_image(images),
-            *shared.encode_patches(images),
-            shared.encode_text(tokens),
-            *shared.encode_words(tokens),
-        ]
 
 
 def everything(folder: Path, output: Path, cases: Sequence[str], sharded: Sequence[str]) -> dict[str, Any]:

@@ -146,10 +146,10 @@ def test_a_run_on_a_corpus_ends_with_its_scores(tmp_path, mini_corpus, objective
     written = read_results(result.folder.results)
     assert written == result.results
     assert {
-        "retrieval/mean",
-        "retrieval/text_r1",
-        "composition/mean",
-        "composition/replace_att",
+        "retrieval/mean_recall",
+        "retrieval/text_retrieval_recall@1",
+        "composition/acc",
+        "composition/replace_att/acc",
     } <= written.scores.keys()
     assert ("violation" in written.last) == (objective == "powerclip")
     assert written.seconds_per_step > 0

@@ -17,7 +17,6 @@ from rank_workers import (
     TOWERS,
     alone,
     disagree,
-    embed,
     everything,
     look_at_cases,
     look_over,
@@ -335,23 +334,6 @@ def test_messages_and_their_gradients_are_those_of_the_tensors_they_stand_for(tm
         torch.testing.assert_close(answer["gradient of normal"], gradient[rank], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(answer["running mean"], norm.running_mean)
         torch.testing.assert_close(answer["running variance"], norm.running_var)
-
-
-def test_a_shared_encoder_embeds_what_the_encoder_does(tmp_path):
-    recipe = tiny(tmp_path, *TOWERS, "train.batch_size=5")
-    state = start(recipe)
-    batch = make_loader(recipe, state.encoder).batch(0)
-    encoder = state.encoder.eval()
-    with torch.inference_mode():
-        expected = [
-            encoder.encode_image(batch.images),
-            *encoder.encode_patches(batch.images),
-            encoder.encode_text(batch.tokens),
-            *encoder.encode_words(batch.tokens),
-        ]
-    for answer in spawn_ranks(2, embed, tmp_path / "ranks", batch.images, batch.tokens):
-        for found, wanted in zip(answer, expected, strict=True):
-            torch.testing.assert_close(found, wanted)
 
 
 # ---- when something goes wrong ---------------------------------------------------------------------------------------

@@ -15,11 +15,8 @@ from benchmark_examples import caption_table, class_folders, sugarcrepe, tiny_mo
 import powerclip
 from powerclip.errors import UserError
 from powerclip.evaluate import embedder as embedding
-from powerclip.evaluate.command import evaluate_model
-from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.ranks import device_for
-from powerclip.evaluate.readers import read_path
-from powerclip.runtime.distributed import Ranks
+from powerclip.evaluate.runner import evaluate_model
+from powerclip.runtime.distributed import Ranks, choose_device
 
 ROOT = Path(powerclip.__file__).parents[1]
 
@@ -84,30 +81,23 @@ def test_under_torchrun_a_mistake_is_still_one_line(tmp_path):
     assert "did you mean 'retrieval'" in said[0]
 
 
-def test_the_shares_of_the_ranks_are_the_whole(tmp_path, monkeypatch):
-    # In one process: what each of three ranks fills in, added up as gloo does it.
-    monkeypatch.setattr(embedding, "CHUNK", 8)
-    monkeypatch.setattr(embedding, "BATCH", 8)
-    monkeypatch.setattr(Ranks, "sum", lambda self, rows: rows)
-    monkeypatch.setattr(Ranks, "broadcast", lambda self, ask: None)
-    monkeypatch.setattr(embedding, "_checked", lambda vectors, readable, names: (vectors, readable))
-    task, model = read_path(caption_table(tmp_path)), tiny_model()
-    whole = Embedder(*model)
-    shares = [Embedder(*model, ranks=Ranks(rank, 3)) for rank in range(3)]
-    vectors, readable = whole.images(task.images)
-    parts = [share.images(task.images) for share in shares]
-    assert torch.equal(torch.stack([part for part, _ in parts]).sum(0), vectors)
-    assert torch.equal(torch.stack([mask for _, mask in parts]).sum(0), readable.long())
-    texts = torch.stack([share.texts(task.captions) for share in shares])
-    assert torch.equal(texts.sum(0), whole.texts(task.captions))
-    assert all((own != 0).any() for own in texts)
+def test_under_torchrun_data_that_cannot_be_evaluated_are_said_once(tmp_path):
+    powerclip.save(tiny_model()[0], tmp_path / "model")
+    animals = class_folders(tmp_path / "animals", 1)
+    for path in animals.rglob("*.png"):
+        path.write_bytes(b"no image")
+    done = torchrun(animals, "--model", tmp_path / "model", "-o", tmp_path / "out", "--device", "cpu")
+    assert done.returncode != 0
+    assert done.stdout.count("[1/1] animals: failed; 13 of 13 images cannot be read") == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("powerclip: error:")]
+    assert len(said) == 1
+    assert "no dataset could be evaluated: 13 of 13 images cannot be read" in said[0]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_for(Ranks(1, 2, local=1), None) == "cuda:1"
-    assert device_for(Ranks(3, 4, local=1), "cpu") == "cpu"
-    assert device_for(Ranks(), "cuda:1") == "cuda:1"
-    with pytest.raises(UserError, match="more processes than there are GPUs"):
-        device_for(Ranks(2, 3, local=2), "cuda")
+    with pytest.raises(UserError, match="more processes on this machine than it has GPUs"):
+        choose_device("auto", Ranks(2, 3, local=2), setting="--device")
+    with pytest.raises(UserError, match="--device: 'gpu' is not a device"):
+        choose_device("gpu", setting="--device")
