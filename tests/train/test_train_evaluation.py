@@ -57,6 +57,7 @@ def settings(folder: Path, source: str) -> list[str]:
     return [
         f"data.source={source}",
         f"data.shards={folder}/train.tar",
+        "data.trees=flat",
         f"evaluation.retrieval={folder}/val.tar",
         "data.workers=0",
         "train.steps=3",
