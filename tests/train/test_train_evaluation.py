@@ -14,7 +14,7 @@ from PIL import Image
 from rank_workers import run_whole, spawn_ranks
 from tiny_run import write_tiny
 
-from powerclip.compare.run import run_study
+from powerclip.compare.run import RunOptions, compare_study
 from powerclip.compare.study import read_study
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load
@@ -98,7 +98,7 @@ def test_train_compare_and_evaluate_give_the_same_retrieval_to_the_last_digit(fo
 
     (tmp_path / "study.yaml").write_text(f"base: {recipe}\nsettings:\n  powerclip: {{}}\n")
     study = read_study([str(tmp_path / "study.yaml")], settings(folder, source))
-    run_study(study, tmp_path / "study", [0], test=[folder / "val.tar"], quiet=True)
+    compare_study(study, tmp_path / "study", [0], RunOptions(quiet=True), [folder / "val.tar"])
     assert scores_of(tmp_path / "study" / "powerclip" / "seed-0" / "results.json") == from_train
     tested = json.loads((tmp_path / "study" / "test.json").read_text())["settings"]["powerclip"]["runs"]["0"]["scores"]
     assert {name.removeprefix("val/"): value for name, value in tested.items()} == from_train
