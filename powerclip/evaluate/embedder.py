@@ -106,10 +106,10 @@ class Embedder:
         ranks: Ranks = SINGLE,
         pixels: PixelStore | None = None,
     ) -> None:
-        from powerclip.encoders.self_attention import attend_without_copies
+        from powerclip.encoders.self_attention import use_packed_attention
 
         # A model that is being trained runs so: what it scores must not change in the last digits when it is loaded.
-        attend_without_copies(encoder)
+        use_packed_attention(encoder)
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.cache = cache

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.data.trees import parse_bracketed
 from powerclip.encoders import build, preprocess_for
-from powerclip.encoders.self_attention import attend_without_copies
+from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.evaluate import embedder as embedding
 from powerclip.evaluate.embedder import Embedder, PixelStore
@@ -89,7 +89,7 @@ def test_patches_see_what_a_centre_crop_does_not(model, tmp_path):
 
 def test_a_model_as_it_is_trained_and_as_it_is_loaded_embeds_the_same_to_the_last_bit(model, wide):
     trained = copy.deepcopy(model[0]).train()
-    attend_without_copies(trained)
+    use_packed_attention(trained)
     assert torch.equal(Embedder(trained, model[1]).images(wide).vectors, Embedder(*model).images(wide).vectors)
 
 
