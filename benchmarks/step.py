@@ -35,7 +35,7 @@ from torch import Tensor
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import random_boxes
 from powerclip.data.batch import Batch, shorter_captions
-from powerclip.data.corpus import read_trees
+from powerclip.data.corpus import read_tree_file
 from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.data.trees import Tree, parse_bracketed
@@ -189,7 +189,7 @@ def scene_captions(count: int) -> list[tuple[str, Tree]]:
 def real_captions(path: Path, count: int) -> list[tuple[str, Tree]]:
     """The trees' words are the captions: their lengths and shapes are what costs time."""
     captions = []
-    for brackets in islice(read_trees(path).values(), count):
+    for brackets in islice(read_tree_file(path).values(), count):
         caption = " ".join(re.findall(r"\(\S+ ([^()\s]+)\)", brackets))
         captions.append((caption, parse_bracketed(brackets, caption)))
     if len(captions) < count:

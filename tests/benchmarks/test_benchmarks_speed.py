@@ -93,7 +93,11 @@ def test_rows_are_held_against_their_targets():
 
 
 def test_step_compares_open_clip_with_ours(tmp_path):
-    result = run("step", tmp_path, "--rounds", "2")
+    trees = tmp_path / "trees.tsv"
+    rows = (f"key{number}\t0\t(NP (NP (DT a) (NN dog)) (PP (IN on) (NP (DT a) (NN chair))))" for number in range(16))
+    trees.write_text("\n".join(rows))
+    result = run("step", tmp_path, "--rounds", "2", "--trees", str(trees))
+    assert result["batch"]["mean K"] == 4
     names = [row["name"] for row in result["rows"]]
     assert names[:2] == ["open_clip CLIP, 77 tokens", "our CLIP"]
     assert all(row["ms"] > 0 and row["images_per_second"] > 0 for row in result["rows"])
