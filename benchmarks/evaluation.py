@@ -153,7 +153,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def largest_difference(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> float:
-    assert ours.keys() == theirs.keys()
+    assert theirs.keys() <= ours.keys()  # ours has the whole of SugarCrepe beside its kinds
     pairs = [(ours[part][name], value) for part in theirs for name, value in theirs[part].items()]
     return max(abs(float(one) - float(other)) for one, other in pairs)
 
