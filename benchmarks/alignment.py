@@ -31,7 +31,7 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.score import score_all
 
-MOST_ENUMERATED = 2**35  # similarities of sets that the reference is asked for; beyond, it is left out as too slow
+MOST_ENUMERATED = 2**35  # most similarities of sets by the reference; beyond, it is left out as too slow
 ROW_SECONDS = 0.4  # of repetitions; what takes longer is repeated twice
 # Where what takes long to compile is measured: inductor takes 10 to 20 s for each number of regions and, apart from the
 # others, for the gradient.
@@ -83,7 +83,7 @@ class Limits:
 class Sweep(NamedTuple):
     name: str
     sizes: tuple[Size, ...]
-    compiled: bool = False  # of the backend `torch`; the others are a sweep of their own
+    compiled: bool = False  # of the backend `torch`; the other backends have another sweep
 
 
 def main() -> None:
@@ -276,7 +276,7 @@ def cells(row: Row) -> list[str]:
     return [*map(str, named), *values, row.target, row.note]
 
 
-def report(base: Size, folder: Path, name: str, made: dict[str, str], rows: Sequence[Row]) -> Path:
+def report(base: Size, folder: Path, name: str, provenance: dict[str, str], rows: Sequence[Row]) -> Path:
     """Write all rows so far; gives the path without its ending."""
 
     def order(row: Row) -> tuple[Any, ...]:
@@ -287,8 +287,8 @@ def report(base: Size, folder: Path, name: str, made: dict[str, str], rows: Sequ
     text = f"# Scoring all pairs\n\n{base.images} images, D = {base.width}; error relative to the largest score; "
     text += "gemm: the bare product of nodes and regions\n\n"
     text += markdown([cells(row) for row in rows], HEADS)
-    path = write_result(folder, name, made, {"rows": [asdict(row) for row in rows]}, text)
-    plot(rows, base, made["machine"], path.with_suffix(".png"))
+    path = write_result(folder, name, provenance, {"rows": [asdict(row) for row in rows]}, text)
+    plot(rows, base, provenance["machine"], path.with_suffix(".png"))
     return path
 
 

@@ -102,13 +102,14 @@ def main() -> None:
         path, text = arguments.output / "cost.png", as_text(cost)
     else:
         device = choose_device(arguments.device, setting="--device")
-        made = origin()
+        provenance = origin()
         size = TINY if arguments.tiny else Size.for_device(device)
         data = measure_cost(size, device, partial(print, flush=True))
         name = "cost-tiny" if arguments.tiny else f"cost-{device.type}"
-        cost = from_content({"origin": made, **data}, name)
+        cost = from_content({"origin": provenance, **data}, name)
         text = as_text(cost)
-        path = write_result(arguments.output, name, made, data, f"# The cost of a step\n\n{text}").with_suffix(".png")
+        title = "# The cost of a step\n\n"
+        path = write_result(arguments.output, name, provenance, data, title + text).with_suffix(".png")
     cost_figure(cost).savefig(path)
     print(f"{text}\n\n{path}")
 

@@ -240,7 +240,7 @@ def merge(costs: Sequence[Cost]) -> Cost:
 
 def tables(cost: Cost) -> list[Table]:
     """The numbers of the figure: ms over M, and times relative to CLIP's."""
-    found = []
+    all_tables = []
     for curves in cost.curves:
         counts = sorted({count for line in curves.lines.values() for count, _, _ in line})
         rows: list[list[object]] = []
@@ -250,12 +250,12 @@ def tables(cost: Cost) -> list[Table]:
         if curves.level:
             rows.append([f"{curves.level[0]} alone", *[fixed(curves.level[1])] * len(counts)])
         table = Table.plain(["ms", *(f"M = {count}" for count in counts)], rows)
-        found.append(replace(table, title=curves.title.replace("\n", ", ")))
+        all_tables.append(replace(table, title=curves.title.replace("\n", ", ")))
     for bars in cost.bars:
         rows = [
             [bar.name, *(fixed(value, 2) for value in (bar.relative, bar.smallest, bar.largest, bar.paper))]
             for bar in bars.bars
         ]
         table = Table.plain(["", "× CLIP", "smallest", "largest", "paper, of an epoch"], rows)
-        found.append(replace(table, title=bars.title.replace("\n", ", ")))
-    return found
+        all_tables.append(replace(table, title=bars.title.replace("\n", ", ")))
+    return all_tables

@@ -72,12 +72,12 @@ def markdown(rows: Sequence[Sequence[object]], heads: Sequence[str]) -> str:
     return Table.plain(heads, rows).markdown()
 
 
-def write_result(folder: Path, name: str, made: dict[str, str], data: dict[str, Any], text: str) -> Path:
+def write_result(folder: Path, name: str, provenance: dict[str, str], data: dict[str, Any], text: str) -> Path:
     """`<date>-<name>.json` with everything and `.md` to read; gives the path without its ending, for a plot."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{made['date']}-{name}"
-    path.with_suffix(".json").write_text(json.dumps({"origin": made, **data}, indent=1) + "\n")
-    facts = "\n".join(f"- {key}: {value}" for key, value in made.items())
+    path = folder / f"{provenance['date']}-{name}"
+    path.with_suffix(".json").write_text(json.dumps({"origin": provenance, **data}, indent=1) + "\n")
+    facts = "\n".join(f"- {key}: {value}" for key, value in provenance.items())
     path.with_suffix(".md").write_text(f"{text}\n\n{facts}\n")
     return path
 

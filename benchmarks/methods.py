@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py                # on a GPU: ViT-B/16, batch 512, bf16, compiled block by block
     python benchmarks/methods.py --compile auto --only flip powerclip    # as training compiles: a minute more a method
-    python benchmarks/methods.py --trees DATA/captions10k/trees.tsv.gz   # captions of photographs, not of scenes
+    python benchmarks/methods.py --trees DATA/captions10k/trees.tsv.gz   # captions of images, not of scenes
     python benchmarks/methods.py --tiny         # seconds on a CPU: shows that it works, measures nothing
 
 A step is what training does: towers, loss, gradient, AdamW and what the method does after it; the batch lies on the
@@ -92,11 +92,11 @@ def beside_clip(methods: Mapping[str, Method]) -> list[dict[str, Any]]:
     """A row for each method; each round is compared with CLIP's of the same round."""
     rows = []
     for name, method in methods.items():
-        ratios = [own.ms / clip.ms for own, clip in zip(method.times, methods["clip"].times, strict=True)]
+        ratios = [measured.ms / clip.ms for measured, clip in zip(method.times, methods["clip"].times, strict=True)]
         rows.append(
             {
                 "method": name,
-                "ms": statistics.median(time.ms for time in method.times),
+                "ms": statistics.median(measured.ms for measured in method.times),
                 "relative": statistics.median(ratios),
                 "smallest": min(ratios),
                 "largest": max(ratios),
@@ -111,7 +111,7 @@ def beside_clip(methods: Mapping[str, Method]) -> list[dict[str, Any]]:
 class Entry:
     """A method of the comparison."""
 
-    method: Method | None = None  # None: not made
+    method: Method | None = None  # None: not built
     clips: list[Measurement] = field(default_factory=list)  # CLIP's of the same turns
     gib: float | None = None  # peak on a GPU, with weights and optimiser state
     note: str = ""  # why it takes no turns, or no more
@@ -184,7 +184,7 @@ class Comparison:
         held = torch.cuda.memory_allocated() if on_gpu else 0  # by the methods before
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        method = made(name, self.arguments)
+        method = make_method(name, self.arguments)
         if self.batch is None:  # the first method makes it; all methods get the same
             self.batch = self._make_batch(method).to(method.state.device)
         method.step(self.batch)
@@ -238,7 +238,7 @@ class Comparison:
                 beside = replace(entry.method, times=entry.times[: len(entry.clips)])
                 row |= beside_clip({"clip": replace(clip, times=entry.clips), name: beside})[-1]
             elif entry.times:
-                row["ms"] = statistics.median(found.ms for found in entry.times)
+                row["ms"] = statistics.median(measured.ms for measured in entry.times)
             rows.append({**row, "gib": entry.gib, "target": TARGET.get(name), "note": entry.note})
         return rows
 
@@ -255,7 +255,7 @@ class Comparison:
         return f"{text}\n\n{path}.md"
 
 
-def made(name: str, arguments: argparse.Namespace) -> Method:
+def make_method(name: str, arguments: argparse.Namespace) -> Method:
     settings = "{hidden: 32, output: 16}" if arguments.tiny and name == "a_clip" else "{}"
     text = RECIPE.format(
         model=TINY if arguments.tiny else LARGE,

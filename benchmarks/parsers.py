@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with treebank/ and captions10k/")
     parser.add_argument("--parsers", nargs="*", choices=PARSERS, default=["embedded"])
-    parser.add_argument("--weights", type=Path, help="of the embedded parser, in the place of those that ship")
+    parser.add_argument("--weights", type=Path, help="of the embedded parser, instead of those that ship")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--captions", type=int, default=20_000, help="at most, on a CPU; a GPU gets all")
@@ -66,7 +66,7 @@ def read_captions(folder: Path) -> list[str]:
     return [detokenize(sentence)[0] for part in read_silver(folder / "trees.tsv.gz").values() for sentence in part]
 
 
-def made(name: str, device: str, arguments: argparse.Namespace) -> Parser:
+def make_parser(name: str, device: str, arguments: argparse.Namespace) -> Parser:
     options = {"weights": arguments.weights} if name == "embedded" and arguments.weights else {}
     return load_parser(name, device, **options)
 
@@ -76,25 +76,25 @@ def measure_speeds(captions: list[str], arguments: argparse.Namespace) -> list[d
     devices = ["cpu", "cuda"] if torch.cuda.is_available() and not arguments.tiny else ["cpu"]
     for name in arguments.parsers:
         for device in devices:
-            chosen = captions if device == "cuda" else captions[:: max(1, len(captions) // arguments.captions)]
-            parser = made(name, device, arguments)
-            parser.parse(chosen)
+            sample = captions if device == "cuda" else captions[:: max(1, len(captions) // arguments.captions)]
+            parser = make_parser(name, device, arguments)
+            parser.parse(sample)
             rates = []
             for _ in range(arguments.repeats):
                 start = time.perf_counter()
-                parsed = parser.parse(chosen)
-                rates.append(len(chosen) / (time.perf_counter() - start))
+                parsed = parser.parse(sample)
+                rates.append(len(sample) / (time.perf_counter() - start))
             row = {
                 "parser": name,
                 "version": parser.version,
                 "device": device,
                 "threads": arguments.threads,
-                "captions": len(chosen),
+                "captions": len(sample),
                 "captions_per_second": statistics.median(rates),
                 "smallest": min(rates),
                 "largest": max(rates),
-                "nodes": sum(len(found.spans) for found in parsed) / len(parsed),
-                "flat": sum(found.fallback is not None for found in parsed),
+                "nodes": sum(len(tree.spans) for tree in parsed) / len(parsed),
+                "flat": sum(tree.fallback is not None for tree in parsed),
             }
             rows.append(row)
             print(f"{name} on {device}: {row['captions_per_second']:,.0f} captions/s", flush=True)
@@ -105,16 +105,16 @@ def measure_accuracy(arguments: argparse.Namespace) -> dict[str, dict[str, float
     """F1 by test set: the embedded parser on the treebank's own words, every parser on raw text."""
     gold = read_treebank(arguments.data / "treebank")["test"]
     silver = read_silver(arguments.data / "captions10k" / "trees.tsv.gz")["test"]
-    found: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     for name in arguments.parsers:
-        parser = made(name, "auto", arguments)
+        parser = make_parser(name, "auto", arguments)
         if isinstance(parser, EmbeddedParser):
-            found["embedded, GUM test"] = evaluate(parser.model, gold).summary()
+            scores["embedded, GUM test"] = evaluate(parser.model, gold).summary()
             for genre, score in by_genre(parser.model, gold).items():
-                found[f"embedded, GUM test, {genre}"] = score.summary()
-            found["embedded, held-out captions (silver)"] = evaluate(parser.model, silver).summary()
-        found[f"{name}, GUM test, raw text"] = raw_score(parser, gold).summary()
-    return found
+                scores[f"embedded, GUM test, {genre}"] = score.summary()
+            scores["embedded, held-out captions (silver)"] = evaluate(parser.model, silver).summary()
+        scores[f"{name}, GUM test, raw text"] = raw_score(parser, gold).summary()
+    return scores
 
 
 def write(

@@ -43,8 +43,8 @@ class Measured:
 
     def compute(self, ranks: int, batch: int) -> float:
         """A step of one of `ranks` GPUs by itself: towers with its share, all pairs of that with the batch, AdamW."""
-        own = batch / ranks
-        return self.fixed + self.share * own / self.pairs + self.pair * own * batch
+        local = batch / ranks
+        return self.fixed + self.share * local / self.pairs + self.pair * local * batch
 
 
 def main() -> None:
@@ -92,8 +92,8 @@ def read(parts: dict[str, Any], steps: dict[str, Any]) -> Measured:
     if gathered is None or rows * columns == pairs * pairs:
         raise UserError(f"the result of step.py needs the step {GATHERED!r}, with captions of other ranks (--ranks 8)")
     fixed, pair = times["norm"] + times["optimiser"], (gathered - times["step"]) / (rows * columns - pairs * pairs)
-    own = times["step"] - fixed - pair * pairs * pairs
-    return Measured(parts["origin"]["machine"], pairs, fixed / 1000, own / 1000, pair / 1000)
+    share = times["step"] - fixed - pair * pairs * pairs
+    return Measured(parts["origin"]["machine"], pairs, fixed / 1000, share / 1000, pair / 1000)
 
 
 def per_gpu(measured: Measured | None) -> int:
@@ -134,13 +134,13 @@ def heads(measured: Measured | None, pairs: str = "pairs on each") -> tuple[str,
 
 
 def cells(sent: Any, ranks: int, batch: int, measured: Measured | None) -> list[str]:
-    found = [f"{value / MIB:,.0f}" for value in (sent.gradients, sent.embeddings, sent.phrases)]
-    found += [f"{1000 * seconds(sent.total, ranks, links):,.1f}" for links in (FAST, SLOW)]
+    shown = [f"{value / MIB:,.0f}" for value in (sent.gradients, sent.embeddings, sent.phrases)]
+    shown += [f"{1000 * seconds(sent.total, ranks, links):,.1f}" for links in (FAST, SLOW)]
     if measured is None:
-        return found
+        return shown
     compute = measured.compute(ranks, batch)
     shares = [parallel_efficiency(compute, sent, ranks, links) for links in (FAST, SLOW)]
-    return [*found, f"{1000 * compute:,.1f}", *(f"{share:.0%}" for share in shares)]
+    return [*shown, f"{1000 * compute:,.1f}", *(f"{share:.0%}" for share in shares)]
 
 
 if __name__ == "__main__":

@@ -43,17 +43,17 @@ def main() -> None:
     arguments = parser.parse_args()
 
     images = list(itertools.islice(read_images(arguments.shards), arguments.limit))
-    found = []
+    results = []
     for points in map(int, arguments.points.split(",")):
         options = {} if arguments.segmenter == "superpixels" else {"points": points}
         segmenter = load_segmenter(arguments.segmenter, arguments.device, arguments.weights, **options)
         segmenter.segment(images[: arguments.batch])
-        found.append(measure_segmenter(segmenter, images, arguments.batch, arguments.seconds))
-        print(markdown([list(found[-1].values())], list(found[-1])))
-    made = origin()
-    rows = [[_show(value) for value in one.values()] for one in found]
-    text = f"# {arguments.segmenter}\n\n{markdown(rows, list(found[0]))}"
-    print(write_result(arguments.output, f"segmenter-{arguments.segmenter}", made, {"found": found}, text))
+        results.append(measure_segmenter(segmenter, images, arguments.batch, arguments.seconds))
+        print(markdown([list(results[-1].values())], list(results[-1])))
+    provenance = origin()
+    rows = [[_show(value) for value in result.values()] for result in results]
+    text = f"# {arguments.segmenter}\n\n{markdown(rows, list(results[0]))}"
+    print(write_result(arguments.output, f"segmenter-{arguments.segmenter}", provenance, {"results": results}, text))
 
 
 def read_images(shards: Sequence[Path]) -> Iterator[SegmenterImage]:

@@ -129,8 +129,8 @@ def write_shards(folder: Path, count: int, shards: int = 8) -> set[str]:
     bad = set()
     for number in range(shards):
         with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
-            for place in range(count // shards):
-                key = f"{number:05d}{place:05d}"
+            for sample in range(count // shards):
+                key = f"{number:05d}{sample:05d}"
                 colour = draw.choice(COLOURS)
                 file = io.BytesIO()
                 image = Image.new("RGB", (24 + draw.randrange(16), 24 + draw.randrange(16)), colour)
@@ -154,7 +154,7 @@ def write_shards(folder: Path, count: int, shards: int = 8) -> set[str]:
     return bad
 
 
-# ---- the run, in processes of their own ------------------------------------------------------------------------------
+# ---- the run, in separate processes ----------------------------------------------------------------------------------
 
 
 class Recording(BatchLoader):
@@ -256,7 +256,7 @@ def children(process: int) -> list[int]:
 def check(recipe: Recipe, run: Path, reference: Path, shards: Path, bad: set[str]) -> dict[str, Any]:
     """Count everything; SystemExit for what does not add up."""
     paths = sorted(shards.glob("*.tar"))
-    found = open_shards(paths)
+    opened = open_shards(paths)
     indexed = {key for path in paths for key in load_index(path).keys}
     good, unusable = indexed - bad, len(indexed & bad)
     steps, replayed = read_keys(run.with_suffix(".keys"))
@@ -265,9 +265,9 @@ def check(recipe: Recipe, run: Path, reference: Path, shards: Path, bad: set[str
     stream = [key for step in range(recipe.train.steps) for key in steps[step]]
     demand(len(stream) == size * recipe.train.steps, "every batch was full")
     demand(not bad & set(stream), "no bad sample was shown")
-    epochs = len(stream) // found.samples
+    epochs = len(stream) // opened.samples
     for epoch in range(epochs):
-        shown = stream[epoch * found.samples : (epoch + 1) * found.samples]
+        shown = stream[epoch * opened.samples : (epoch + 1) * opened.samples]
         demand(set(shown) == good, f"epoch {epoch} showed every good sample")
         demand(len(shown) - len(set(shown)) == unusable, f"epoch {epoch} had one stand-in for each bad sample")
     rows = list(read_metrics(run / "metrics.jsonl"))
@@ -278,9 +278,9 @@ def check(recipe: Recipe, run: Path, reference: Path, shards: Path, bad: set[str
     demand(skipped == len(poisoned(recipe.train.steps)), "every poisoned update was left out, and no other")
     demand(same_model(run, reference), "the weights are bit-equal")
     return {
-        "samples": found.samples,
+        "samples": opened.samples,
         "unusable": unusable,
-        "damaged_shards": {what: len(which) for what, which in found.damage.items()},
+        "damaged_shards": {what: len(which) for what, which in opened.damage.items()},
         "epochs": epochs,
         "shown": len(stream),
         "bad_counted_in_the_log": counted,
@@ -349,7 +349,7 @@ def report(
         "",
         markdown(rows, heads),
     ]
-    made = origin()
+    provenance = origin()
     data = {
         "steps": arguments.steps,
         "seconds": seconds,
@@ -358,7 +358,7 @@ def report(
         "reference": asdict(whole),
     }
     text = "\n".join(facts)
-    path = write_result(arguments.output, "soak-tiny" if arguments.tiny else "soak", made, data, text)
+    path = write_result(arguments.output, "soak-tiny" if arguments.tiny else "soak", provenance, data, text)
     print(f"{text}\n\n{path}.json, .md")
 
 

@@ -4,7 +4,7 @@
     python benchmarks/step.py --tiny                                    # on a CPU, in seconds: shows that it works
 
 Ours is the step of one rank of eight: 512 images against the 4,096 captions that it would have gathered. The other
-ranks are pretended, they hold the same pairs; so everything is computed and nothing is sent. open_clip's step is its
+ranks are simulated: they hold the same pairs, everything is computed and nothing is sent. open_clip's step is its
 own model and its own ClipLoss at its own 77 tokens, 512 × 512 pairs; ours encode captions at their length. All use the
 same precision, compilation and optimiser. Captions and trees are real ones when a file of trees is given, else those of
 the embedded scenes; images are noise, which costs the same.
@@ -70,7 +70,7 @@ OPEN_CLIP = "open_clip CLIP, 77 tokens"
 
 
 @dataclass(frozen=True)
-class Pretended(Ranks):
+class SimulatedRanks(Ranks):
     """One of several ranks; the others hold the same as this one and cost nothing."""
 
     def gather(self, values: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Pretended(Ranks):
         received = values.unflatten(0, (self.count, -1))
         if values.is_floating_point():
             return received
-        # Names of images: each rank has its own, so that the hardest ones are spread over ranks as they would be.
+        # Numbers of images: each rank has others, so that the hardest ones lie on several ranks, as in a real run.
         shape = (-1, *[1] * (received.ndim - 1))
         return received + torch.arange(self.count, device=values.device).view(shape) * received.shape[1]
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="auto, reference, torch or triton")
     parser.add_argument("--trees", type=Path, help="TSV file of bracketed trees, one caption each")
     parser.add_argument("--compile", default="auto", help="auto, always, blocks or never")
-    parser.add_argument("--ranks", type=int, default=8, help="of which this is one; the others are pretended")
+    parser.add_argument("--ranks", type=int, default=8, help="of which this is one; the others are simulated")
     parser.add_argument("--only", action="append", help="steps whose name contains this; may be given several times")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=2, help="steps in a round, after one that is not timed")
@@ -134,7 +134,7 @@ def main() -> None:
     train = TrainSection(batch_size=pairs, device=device.type, compile=arguments.compile)
     few, many = (4, 5) if arguments.tiny else (arguments.regions, 14)
     batches = {count: make_batch(model, pairs, count, arguments.trees).to(device) for count in {few, many}}
-    ranks = Pretended(0, arguments.ranks)
+    ranks = SimulatedRanks(0, arguments.ranks)
 
     def ours(name: str) -> Callable[[], object]:
         objective, settings = OURS[name]
@@ -257,9 +257,9 @@ def timed(
     for _ in range(rounds):
         for name, step in ready.items():
             times[name].append(measure(step, device, repeats, warmup=1).ms)
-        for name, found in times.items():
-            ms = statistics.median(found)
-            rows[name] = replace(rows[name], ms=ms, rounds=[*found], images_per_second=1000 * pairs / ms)
+        for name, measured in times.items():
+            ms = statistics.median(measured)
+            rows[name] = replace(rows[name], ms=ms, rounds=[*measured], images_per_second=1000 * pairs / ms)
         yield list(rows.values())
 
 
@@ -271,9 +271,9 @@ def utilisations(rows: list[Row], model: ModelSection, batch: Batch, device: tor
             continue
         objective, _ = OURS.get(row.name, ("clip", {}))
         length = 77 if row.name == OPEN_CLIP else round(batch.padded_length)
-        found = Mfu(Recipe(model=model, objective=objective), device).read(row.images_per_second, length)
-        if found:
-            shares[row.name] = found["mfu"]
+        values = Mfu(Recipe(model=model, objective=objective), device).read(row.images_per_second, length)
+        if values:
+            shares[row.name] = values["mfu"]
     return shares
 
 
@@ -285,7 +285,7 @@ def report(
     name: str,
 ) -> str:
     """Write what is known; gives the table."""
-    made = origin()
+    provenance = origin()
     by_name = {row.name: row for row in rows}
 
     def ratio(row: Row, base: str) -> str:
@@ -333,7 +333,7 @@ def report(
     text = "# A training step\n\n" + ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n"
     text += markdown(cells, heads)
     data = {"batch": facts, "rows": [asdict(row) for row in rows], "mfu": dict(shares)}
-    path = write_result(arguments.output, name, made, data, text)
+    path = write_result(arguments.output, name, provenance, data, text)
     return f"{text}\n\n{path}.json, .md"
 
 

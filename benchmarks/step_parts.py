@@ -47,14 +47,14 @@ def main() -> None:
     batch = make_batch(model, pairs, 4 if arguments.tiny else 10, arguments.trees)
     if train.device == "cuda":
         batch = replace(batch, images=batch.images.pin_memory())
-    found = {}
+    results = {}
     for objective in ("clip", "powerclip"):
         recipe = Recipe(
             model=model, objective=objective, regions=RegionsSection(count=batch.regions.shape[1]), train=train
         )
-        found[objective] = measure_parts(recipe, batch, repeats)
-        print(objective, {name: round(ms, 2) for name, ms in found[objective].items()}, flush=True)
-    report(found, batch, arguments, "step-parts-tiny" if arguments.tiny else f"step-parts-{train.device}")
+        results[objective] = measure_parts(recipe, batch, repeats)
+        print(objective, {name: round(ms, 2) for name, ms in results[objective].items()}, flush=True)
+    report(results, batch, arguments, "step-parts-tiny" if arguments.tiny else f"step-parts-{train.device}")
 
 
 def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float]:
@@ -63,7 +63,7 @@ def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float
     for _ in range(4):
         train_step(state, batch.to(state.device), recipe)
     rounds = [timed_parts(state, batch) for _ in range(repeats)]
-    found = {name: statistics.median(times[name] for times in rounds) for name in PARTS}
+    results = {name: statistics.median(times[name] for times in rounds) for name in PARTS}
     here = batch.to(state.device)
     wait = waiter(state)
     wait()
@@ -71,9 +71,9 @@ def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float
     for _ in range(repeats):
         train_step(state, here, recipe)
     wait()
-    found["step"] = 1000 * (time.perf_counter() - began) / repeats
-    found["parameters"] = sum(p.numel() for group in state.optimizer.param_groups for p in group["params"])
-    return found
+    results["step"] = 1000 * (time.perf_counter() - began) / repeats
+    results["parameters"] = sum(p.numel() for group in state.optimizer.param_groups for p in group["params"])
+    return results
 
 
 def timed_parts(state: TrainState, batch: Batch) -> dict[str, float]:
@@ -103,17 +103,17 @@ def waiter(state: TrainState) -> Callable[[], None]:
     return torch.cuda.synchronize if state.device.type == "cuda" else lambda: None
 
 
-def report(found: dict[str, dict[str, float]], batch: Batch, arguments: argparse.Namespace, name: str) -> None:
+def report(results: dict[str, dict[str, float]], batch: Batch, arguments: argparse.Namespace, name: str) -> None:
     nodes = len(batch.phrases.node_start) / len(batch)
     facts = {"pairs": len(batch), "M": batch.regions.shape[1], "mean K": round(nodes, 2), "L": batch.tokens.shape[1]}
     rows = [
         [objective, *(f"{times[part]:.2f}" for part in PARTS), f"{times['step']:.2f}"]
-        for objective, times in found.items()
+        for objective, times in results.items()
     ]
     text = "# Parts of a training step, ms\n\n" + ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n"
     text += markdown(rows, ("objective", *PARTS, "a whole step"))
     model = "tiny" if arguments.tiny else arguments.model
-    data = {"batch": facts, "model": model, "parts": found}
+    data = {"batch": facts, "model": model, "parts": results}
     path = write_result(arguments.output, name, origin(), data, text)
     print(f"{text}\n\n{path}.json, .md")
 

@@ -7,8 +7,8 @@
 
 Both take turns, so that a clock that slows down slows both, and both do what `powerclip train` does in a step. With its
 data a step reads, decodes, crops, draws boxes, packs trees and copies; the step alone goes round a few batches that the
-run has seen, so that captions are as long as there. The share of the two is what the input leaves of the GPU. A third
-turn takes batches and trains nothing: if the input is what is slow, this says how slow. Writes a JSON file and a
+run has seen, so that captions are as long as in the run. The ratio of the two is the share of the GPU's time that the
+input leaves. A third turn takes batches and trains nothing: the rate of the input alone. Writes a JSON file and a
 Markdown table.
 """
 
@@ -59,8 +59,8 @@ def main() -> None:
         parser.error("--warmup, --steps and --rounds are at least 1")
     recipe = load_recipe(arguments.recipe, arguments.settings)
     with killed_workers():
-        found = measure(recipe, arguments)
-    report(recipe, found, arguments)
+        rates = measure(recipe, arguments)
+    report(recipe, rates, arguments)
 
 
 def measure(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -69,19 +69,19 @@ def measure(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, list[flo
     loader = make_loader(recipe, state.encoder, device=state.device, compiled=is_compiled(recipe.train, state.device))
     recipe = with_steps(recipe, loader)
     needed = arguments.warmup + 2 * arguments.rounds * arguments.steps
-    found: dict[str, list[float]] = {"with its data": [], "the step alone": [], "the data alone": []}
+    rates: dict[str, list[float]] = {"with its data": [], "the step alone": [], "the data alone": []}
     kept: list[Batch] = []
     with closing(loader.stream(0, needed)) as stream:
         for batch in itertools.islice(stream, arguments.warmup):
             kept = [*kept, batch.to(state.device)][-KEPT:]
             train_step(state, kept[-1], recipe)
         for _ in range(arguments.rounds):
-            there = itertools.islice(itertools.cycle(kept), arguments.steps)
-            found["the step alone"].append(rate(state, there, recipe))
-            found["with its data"].append(rate(state, moved(stream, arguments.steps, state.device), recipe))
-            found["the data alone"].append(rate(state, moved(stream, arguments.steps, state.device)))
-            print({name: round(values[-1]) for name, values in found.items()}, flush=True)
-    return found
+            batches = itertools.islice(itertools.cycle(kept), arguments.steps)
+            rates["the step alone"].append(rate(state, batches, recipe))
+            rates["with its data"].append(rate(state, moved(stream, arguments.steps, state.device), recipe))
+            rates["the data alone"].append(rate(state, moved(stream, arguments.steps, state.device)))
+            print({name: round(values[-1]) for name, values in rates.items()}, flush=True)
+    return rates
 
 
 def moved(stream: Iterator[Batch], count: int, device: torch.device) -> Iterator[Batch]:
@@ -108,12 +108,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(recipe: Recipe, found: dict[str, list[float]], arguments: argparse.Namespace) -> None:
-    made = origin()
-    shares = [a / b for a, b in zip(found["with its data"], found["the step alone"], strict=True)]
+def report(recipe: Recipe, rates: dict[str, list[float]], arguments: argparse.Namespace) -> None:
+    provenance = origin()
+    shares = [a / b for a, b in zip(rates["with its data"], rates["the step alone"], strict=True)]
     rows = [
         [name, f"{statistics.median(values):.0f}", f"{min(values):.0f} … {max(values):.0f}"]
-        for name, values in found.items()
+        for name, values in rates.items()
     ]
     share = f"{statistics.median(shares):.1%} ({min(shares):.1%} … {max(shares):.1%})"
     about = (
@@ -122,7 +122,7 @@ def report(recipe: Recipe, found: dict[str, list[float]], arguments: argparse.Na
     text = f"# Training with its data\n\n{about}; {arguments.rounds} turns of {arguments.steps} steps\n\n"
     text += markdown(rows, ["", "images/s", "range"]) + f"\n\nWith its data, of the step alone: {share}"
     name = "tiny" if arguments.tiny else f"{arguments.recipe.stem}-{recipe.data.source}"
-    path = write_result(arguments.output, f"throughput-{name}", made, {"about": about, "rounds": found}, text)
+    path = write_result(arguments.output, f"throughput-{name}", provenance, {"about": about, "rounds": rates}, text)
     print(f"{text}\n\n{path}.json, .md")
 
 

@@ -6,14 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import scaling
+import soak
+import step_parts
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import scaling  # noqa: E402
-import soak  # noqa: E402
-import step_parts  # noqa: E402
-
 PARTS = {"copy": 1.0, "towers": 50.0, "loss": 4.0, "backward": 100.0, "norm": 1.0, "optimiser": 2.0, "step": 160.0}
 
 

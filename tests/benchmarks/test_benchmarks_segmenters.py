@@ -19,6 +19,6 @@ def test_it_counts_images_masks_areas_and_bytes(tmp_path):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (result,) = tmp_path.glob("*.json")
-    (row,) = json.loads(result.read_text())["found"]
+    (row,) = json.loads(result.read_text())["results"]
     assert (row["images"], row["masks/image"], row["without a mask, %"]) == (2, 0, 100)  # even images have none
     assert "| images/s |" in next(tmp_path.glob("*.md")).read_text()

@@ -133,16 +133,16 @@ def test_methods_that_are_not_begun_in_time_are_left_out(tmp_path, run_here):
 
 
 def test_a_method_that_fails_is_a_row_and_what_was_measured_stays_when_the_run_is_ended(tmp_path, monkeypatch):
-    made = methods.made
+    make_method = methods.make_method
 
     def sometimes(name, arguments):
         if name == "flip":
             raise torch.OutOfMemoryError
         if name == "filip":
             raise KeyboardInterrupt
-        return made(name, arguments)
+        return make_method(name, arguments)
 
-    monkeypatch.setattr(methods, "made", sometimes)
+    monkeypatch.setattr(methods, "make_method", sometimes)
     command = ["methods.py", "--tiny", "--device", "cpu", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*command, "--only", "flip", "sparc", "filip"])
     before = signal.getsignal(signal.SIGTERM)
