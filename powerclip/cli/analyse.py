@@ -47,10 +47,13 @@ def analyse_nla(
 ) -> None:
     """Compare the approximation with the exact powerset, over τ and α."""
     with interruptible("nothing was written"):
-        from powerclip.evaluate.nla_agreement import analyse, lines
+        from rich.console import Console
 
-        for study in analyse(output, model, shards=shards, trees=trees, batches=batches, seed=seed, say=print):
-            print("\n".join(lines(study)))
+        from powerclip.evaluate.nla_agreement import NlaStudy, analyse
+
+        study = NlaStudy(model, shards, trees, batches=batches, seed=seed)
+        for grid in analyse(output, study, report=print):
+            grid.table().print(Console())
     print(f"figure and numbers: {output / 'nla.png'}, nla.json")
 
 

@@ -1,8 +1,8 @@
 """How good is the approximation? NLA-T1 and NLA-T2 against the exact powerset, over τ and α (Figure 3, Appendix C).
 
-Three things are compared: T2R and R2T of all images with all captions, and the triplet loss of each pair, summed over
-both directions. Pearson's r says whether the order is right, the bias whether the values are: it is the mean difference
-to the exact values, in standard deviations of these.
+Compared are T2R and R2T of all images with all captions, and the triplet loss of each pair, summed over both
+directions. Pearson's r says whether the order is right, the bias whether the values are: it is the mean difference to
+the exact values, in standard deviations of these.
 
 Axes: C pairs of a batch · M regions · T nodes of all captions · D width
 """
@@ -10,8 +10,8 @@ Axes: C pairs of a batch · M regions · T nodes of all captions · D width
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,11 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.errors import UserError
+from powerclip.report.heatmaps import save_png
+from powerclip.report.nla_figure import nla_figure
+from powerclip.report.table import NOTHING, Table
 from powerclip.runtime.files import write_atomic
+from powerclip.runtime.progress import track
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
@@ -40,6 +44,20 @@ if TYPE_CHECKING:
 TAUS = (0.1, 0.01, 0.001)
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 GAMMA = 0.2
+WIDTH = 512  # D of random vectors
+
+
+@dataclass(frozen=True)
+class NlaStudy:
+    """What is compared: batches of random vectors and, if one is named, of a model's embeddings."""
+
+    model: str | None = None  # a saved model or an open_clip name, as `powerclip.load` takes it
+    shards: str | None = None  # a tar of images and captions, or a pattern; without it the model embeds scenes
+    trees: str | None = None  # a TSV file of the captions' trees; without it the shards' sidecars, or flat trees
+    batches: int = 8
+    pairs: int = 16  # C, of each batch
+    regions: int = 10  # M, random boxes
+    seed: int = 0  # of the vectors, and of the choice of pairs and boxes
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,9 @@ class Agreement:
 
     r: float | None  # Pearson's; None when either does not vary
     bias: float  # mean difference, in standard deviations of the exact values
+
+    def __str__(self) -> str:
+        return f"{NOTHING if self.r is None else format(self.r, '.4f')} ({self.bias:+.2f})"
 
 
 @dataclass(frozen=True)
@@ -62,8 +83,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Study:
-    """The grid for one source of vectors, and the losses of each pair for the figure."""
+class AgreementGrid:
+    """The agreement at every τ and α for one source of vectors, and the losses of each pair for the figure."""
 
     source: str
     pairs: int
@@ -75,6 +96,15 @@ class Study:
         """The point of the grid."""
         return next(point for point in self.points if (point.tau, point.alpha) == (tau, alpha))
 
+    def table(self) -> Table:
+        """Pearson's r and the bias of T2R, R2T and the loss."""
+        rows = [
+            [f"τ = {point.tau:g}, α = {point.alpha:g}", *map(str, (point.t2r, point.r2t, point.loss))]
+            for point in self.points
+        ]
+        table = Table.plain(["", "T2R", "R2T", "loss"], rows)
+        return replace(table, title=f"{self.source}: {self.pairs:,} pairs; Pearson r (bias in standard deviations)")
+
 
 @dataclass(frozen=True)
 class Vectors:
@@ -85,222 +115,183 @@ class Vectors:
     segments: Segments
 
 
-def random_vectors(batch: int, count: int, regions: int, seed: int, width: int = 512) -> Vectors:
-    """Random directions for regions and words, under the trees of embedded scenes."""
-    scenes = _scenes(batch, count)
-    tokenizer = CaptionTokenizer()
-    generator = torch.Generator().manual_seed(seed * 1000 + batch)
-    phrases, tokens = _phrases(scenes, tokenizer)
-    words = torch.randn(count, tokens.shape[1], width, generator=generator)
-    pictures = normalize(torch.randn(count, regions, width, generator=generator), dim=-1)
-    return _vectors(pictures, words, phrases)
+def analyse(output: Path, study: NlaStudy, report: Callable[[str], None] | None = None) -> list[AgreementGrid]:
+    """Compare as `study` says; write `nla.png` and `nla.json` into `output`, which is made if it is missing.
+
+    `report` is called with a line about the shards; without it no progress bar is shown.
+
+    Raises:
+        UserError: no such model, shards or trees; fewer images than needed; trees without shards.
+    """
+    shards, trees = _files(study)
+    random = [random_vectors(study, batch) for batch in range(study.batches)]
+    grids = [measure_agreement("random vectors", random)]
+    if study.model is not None:
+        source = "embedded scenes" if shards is None else _shard_names(shards)
+        vectors = list(_model_batches(study, shards, trees, report))
+        grids.append(measure_agreement(f"{study.model}, {source}", vectors))
+    content = {
+        "gamma": GAMMA,
+        "regions": study.regions,
+        "batches": study.batches,
+        "pairs_in_batch": study.pairs,
+        "seed": study.seed,
+        "studies": [
+            {"source": grid.source, "pairs": grid.pairs, "points": [asdict(point) for point in grid.points]}
+            for grid in grids
+        ],
+    }
+    write_atomic(output / "nla.json", (json.dumps(content, indent=1) + "\n").encode())
+    save_png(nla_figure(grids), output / "nla.png")
+    return grids
 
 
-@torch.inference_mode()
-def model_vectors(
-    encoder: DualEncoder, tokenizer: CaptionTokenizer, batch: int, count: int, regions: int, seed: int
-) -> Vectors:
-    """A model's own embeddings of embedded scenes, with random boxes as regions."""
-    from powerclip.evaluate.scenes import scene_images
-
-    scenes = _scenes(batch, count)
-    phrases, tokens = _phrases(scenes, tokenizer)
-    _, patches = encoder.encode_patches(scene_images(encoder, scenes))
-    _, words = encoder.encode_words(tokens)
-    generator = torch.Generator().manual_seed(seed * 1000 + batch)
-    masks = random_boxes(count, regions, encoder.grid, generator)
-    return _vectors(embed_regions(patches, masks), words, phrases)
-
-
-@torch.inference_mode()
-def corpus_vectors(encoder: DualEncoder, loader: CorpusLoader, batch: int) -> Vectors:
-    """A model's own embeddings of pairs of a corpus, read as in training."""
-    pairs = loader.batch(batch)
-    _, patches = encoder.encode_patches(pairs.images)
-    _, words = encoder.encode_words(pairs.tokens)
-    return _vectors(embed_regions(patches, pairs.regions), words, pairs.phrases)
-
-
-def study(source: str, batches: Sequence[Vectors]) -> Study:
+def measure_agreement(source: str, batches: Sequence[Vectors]) -> AgreementGrid:
     """Every τ and α on the same batches."""
-    similar = [torch.einsum("bmd,td->tbm", batch.regions, batch.nodes) for batch in batches]
-    pairs = list(zip(similar, (batch.segments for batch in batches), strict=True))
+    similarities = [torch.einsum("bmd,td->tbm", batch.regions, batch.nodes) for batch in batches]
+    pairs = list(zip(similarities, (batch.segments for batch in batches), strict=True))
     exact_t = [exact_t2r(q, segments) for q, segments in pairs]
     exact_r = [exact_r2t(q, segments) for q, segments in pairs]
     exact_losses = torch.cat([pair_losses(t + r) for t, r in zip(exact_t, exact_r, strict=True)])
-    points, losses = [], {}
+    points, approximate = [], {}
     for tau in TAUS:
         t2r = [nla_t1(q, segments, tau) for q, segments in pairs]
         for alpha in ALPHAS:
             r2t = [nla_t2(q, segments, tau, alpha) for q, segments in pairs]
-            own = torch.cat([pair_losses(t + r) for t, r in zip(t2r, r2t, strict=True)])
-            losses[tau, alpha] = own
+            losses = torch.cat([pair_losses(t + r) for t, r in zip(t2r, r2t, strict=True)])
+            approximate[tau, alpha] = losses
             points.append(
                 Point(
                     tau,
                     alpha,
                     t2r=agreement(_flat(t2r), _flat(exact_t)),
                     r2t=agreement(_flat(r2t), _flat(exact_r)),
-                    loss=agreement(own, exact_losses),
+                    loss=agreement(losses, exact_losses),
                 )
             )
-    return Study(source, len(exact_losses), tuple(points), exact_losses, losses)
+    return AgreementGrid(source, len(exact_losses), tuple(points), exact_losses, approximate)
 
 
 def pair_losses(scores: Tensor) -> Tensor:
     """Eq. 8 for each pair [C]: the hinges of the hardest negatives of its row and of its column, of scores [C, C]."""
-    own = scores.diagonal()
+    positive = scores.diagonal()
     row, column = (off_diagonal(matrix).amax(1) for matrix in (scores, scores.T))
-    return relu(row - own + GAMMA) + relu(column - own + GAMMA)
+    return relu(row - positive + GAMMA) + relu(column - positive + GAMMA)
 
 
 def agreement(approximate: Tensor, exact: Tensor) -> Agreement:
     """Pearson's r and the bias."""
-    spread = exact.std()
-    ours, theirs = approximate - approximate.mean(), exact - exact.mean()
-    size = ours.norm() * theirs.norm()
-    r = (ours @ theirs / size).item() if size > 0 else None
-    return Agreement(r, ((approximate - exact).mean() / spread).item() if spread > 0 else 0.0)
+    std = exact.std()
+    centred, centred_exact = approximate - approximate.mean(), exact - exact.mean()
+    size = centred.norm() * centred_exact.norm()
+    r = (centred @ centred_exact / size).item() if size > 0 else None
+    return Agreement(r, ((approximate - exact).mean() / std).item() if std > 0 else 0.0)
 
 
-def analyse(
-    output: Path,
-    model: str | None = None,
-    *,
-    shards: str | None = None,
-    trees: str | None = None,
-    batches: int = 8,
-    count: int = 16,
-    regions: int = 10,
-    seed: int = 0,
-    say: Callable[[str], None] | None = None,
-) -> list[Study]:
-    """Study random vectors and, if one is named, a model's; write `nla.png` and `nla.json` into `output`.
+def random_vectors(study: NlaStudy, batch: int, width: int = WIDTH) -> Vectors:
+    """Random directions for regions and words, under the trees of embedded scenes."""
+    phrases, tokens = _phrases(_scenes(study, batch), CaptionTokenizer())
+    generator = torch.Generator().manual_seed(study.seed * 1000 + batch)
+    words = torch.randn(study.pairs, tokens.shape[1], width, generator=generator)
+    regions = normalize(torch.randn(study.pairs, study.regions, width, generator=generator), dim=-1)
+    return _vectors(regions, words, phrases)
 
-    Args:
-        output: a folder; it is made if it is missing.
-        model: a saved model or an open_clip name, as `powerclip.load` takes it.
-        shards: a tar, or a pattern of several, of images and captions; without it the model embeds scenes.
-        trees: a TSV file of the captions' trees; without it they are flat.
-        batches: how many, of `count` pairs with `regions` random boxes each.
-        seed: of the vectors, and of the choice of pairs and boxes.
-        say: is told what the shards hold; a bar is shown with it.
 
-    Raises:
-        UserError: no such model, shards or trees; fewer images than asked for; trees without shards.
-    """
-    # What costs nothing to check is checked before the model is loaded.
-    if shards is not None and model is None:
+@torch.inference_mode()
+def scene_vectors(encoder: DualEncoder, tokenizer: CaptionTokenizer, study: NlaStudy, batch: int) -> Vectors:
+    """A model's embeddings of embedded scenes, with random boxes as regions."""
+    from powerclip.evaluate.scenes import scene_images
+
+    scenes = _scenes(study, batch)
+    phrases, tokens = _phrases(scenes, tokenizer)
+    _, patches = encoder.encode_patches(scene_images(encoder, scenes))
+    _, words = encoder.encode_words(tokens)
+    generator = torch.Generator().manual_seed(study.seed * 1000 + batch)
+    masks = random_boxes(study.pairs, study.regions, encoder.grid, generator)
+    return _vectors(embed_regions(patches, masks), words, phrases)
+
+
+@torch.inference_mode()
+def corpus_vectors(encoder: DualEncoder, loader: CorpusLoader, batch: int) -> Vectors:
+    """A model's embeddings of pairs of a corpus, read as in training."""
+    pairs = loader.batch(batch)
+    _, patches = encoder.encode_patches(pairs.images)
+    _, words = encoder.encode_words(pairs.tokens)
+    return _vectors(embed_regions(patches, pairs.regions), words, pairs.phrases)
+
+
+def _files(study: NlaStudy) -> tuple[list[Path] | None, Path | None]:
+    """The shards and the file of trees, checked before a model is loaded."""
+    if study.shards is not None and study.model is None:
         raise UserError("--shards needs --model: whose embeddings of them are to be studied?")
-    if trees is not None and shards is None:
+    if study.trees is not None and study.shards is None:
         raise UserError("--trees belong to the captions of --shards: name these as well")
-    paths = None if shards is None else expand_pattern(shards, "--shards")
-    tree_file = None if trees is None else expand_path(trees, "--trees")
-    if tree_file is not None and not tree_file.is_file():
-        raise UserError(f"--trees: no file {tree_file}")
+    shards = None if study.shards is None else expand_pattern(study.shards, "--shards")
+    trees = None if study.trees is None else expand_path(study.trees, "--trees")
+    if trees is not None and not trees.is_file():
+        raise UserError(f"--trees: no file {trees}")
+    return shards, trees
 
-    studies = [study("random vectors", [random_vectors(batch, count, regions, seed) for batch in range(batches)])]
-    if model is not None:
-        from powerclip.encoders import load
 
-        encoder, _, open_clip_tokenizer = load(model)
-        encoder.eval()
-        tokenizer = CaptionTokenizer(open_clip_tokenizer)
-        steps = _shown(range(batches), say is not None)
-        if paths is None:
-            vectors = [model_vectors(encoder, tokenizer, batch, count, regions, seed) for batch in steps]
-            studies.append(study(f"{model}, embedded scenes", vectors))
+def _model_batches(
+    study: NlaStudy, shards: Sequence[Path] | None, trees: Path | None, report: Callable[[str], None] | None
+) -> Iterator[Vectors]:
+    """The model's embeddings, batch by batch."""
+    from powerclip.encoders import load
+
+    encoder, _, open_clip_tokenizer = load(str(study.model))
+    encoder.eval()
+    tokenizer = CaptionTokenizer(open_clip_tokenizer)
+    loader = None if shards is None else _corpus_loader(encoder, tokenizer, study, shards, trees, report)
+    for batch in track(range(study.batches), "embedding", unit="batch", quiet=report is None):
+        if loader is None:
+            yield scene_vectors(encoder, tokenizer, study, batch)
         else:
-            loader = _pairs(encoder, tokenizer, paths, tree_file, batches, count, regions, seed, say)
-            vectors = [corpus_vectors(encoder, loader, batch) for batch in steps]
-            studies.append(study(f"{model}, {_named(paths)}", vectors))
-    from powerclip.report.nla_figure import nla_figure
-
-    content = {
-        "gamma": GAMMA,
-        "regions": regions,
-        "batches": batches,
-        "pairs_in_batch": count,
-        "seed": seed,
-        "studies": [
-            {"source": one.source, "pairs": one.pairs, "points": [asdict(point) for point in one.points]}
-            for one in studies
-        ],
-    }
-    write_atomic(output / "nla.json", (json.dumps(content, indent=1) + "\n").encode())
-    from powerclip.report.heatmaps import save_png
-
-    save_png(nla_figure(studies), output / "nla.png")
-    return studies
+            yield corpus_vectors(encoder, loader, batch)
 
 
-def lines(one: Study) -> list[str]:
-    """The grid as text: r and bias of the three things."""
-    shown = [f"{one.source}: {one.pairs:,} pairs; Pearson r (bias in standard deviations)"]
-    shown.append(f"{'τ':>6} {'α':>5}  {'T2R':>15}  {'R2T':>15}  {'loss':>15}")
-    for point in one.points:
-        cells = [
-            f"{'–' if part.r is None else format(part.r, '.4f')} ({part.bias:+.2f})"
-            for part in (point.t2r, point.r2t, point.loss)
-        ]
-        shown.append(f"{point.tau:>6} {point.alpha:>5}  " + "  ".join(f"{cell:>15}" for cell in cells))
-    return shown
-
-
-def _pairs(
+def _corpus_loader(
     encoder: DualEncoder,
     tokenizer: CaptionTokenizer,
+    study: NlaStudy,
     shards: Sequence[Path],
     trees: Path | None,
-    batches: int,
-    count: int,
-    regions: int,
-    seed: int,
-    say: Callable[[str], None] | None,
+    report: Callable[[str], None] | None,
 ) -> CorpusLoader:
     """Whole images of the shards, each with one of its captions and random boxes."""
-    corpus = read_corpus(shards, max(encoder.image_size), trees or find_trees(shards), progress=say is not None)
-    if say:
-        say(f"{_named(shards)}: {corpus.summary()}")
-    if len(corpus.keys) < batches * count:
-        most = len(corpus.keys) // count
+    corpus = read_corpus(shards, max(encoder.image_size), trees or find_trees(shards), progress=report is not None)
+    if report:
+        report(f"{_shard_names(shards)}: {corpus.summary()}")
+    needed = study.batches * study.pairs
+    if len(corpus.keys) < needed:
+        most = len(corpus.keys) // study.pairs
         advice = f"ask for --batches {most}" if most else "name more shards"
         raise UserError(
-            f"--shards: {_named(shards)} has {len(corpus.keys)} images that can be used, "
-            f"but {batches} batches of {count} need {batches * count}: {advice}"
+            f"--shards: {_shard_names(shards)} has {len(corpus.keys)} images that can be used, "
+            f"but {study.batches} batches of {study.pairs} need {needed}: {advice}"
         )
     pixels = encoder.clip.visual.preprocess_cfg
     spec = BatchSpec(
         image_size=encoder.image_size,
         grid=encoder.grid,
-        batch_size=count,
-        regions=regions,
+        batch_size=study.pairs,
+        regions=study.regions,
         crop=1.0,
-        seed=seed,
-        augment_seed=seed,
+        seed=study.seed,
+        augment_seed=study.seed,
         mean=tuple(pixels["mean"]),
         std=tuple(pixels["std"]),
     )
     return CorpusLoader(pack_corpus(corpus, tokenizer), spec)
 
 
-def _named(shards: Sequence[Path]) -> str:
+def _shard_names(shards: Sequence[Path]) -> str:
     """`val-000.tar`, or `train-000.tar … train-010.tar`."""
     return shards[0].name if len(shards) == 1 else f"{shards[0].name} … {shards[-1].name}"
 
 
-def _shown(steps: Iterable[int], progress: bool) -> Iterator[int]:
-    """The steps, with a bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    hidden = not (progress and console.is_terminal)
-    yield from track(list(steps), "embedding", console=console, disable=hidden, transient=True)
-
-
-def _scenes(batch: int, count: int) -> list[Scene]:
-    return list(test_scenes((batch + 1) * count, 0)[batch * count :])
+def _scenes(study: NlaStudy, batch: int) -> list[Scene]:
+    return list(test_scenes((batch + 1) * study.pairs, 0)[batch * study.pairs :])
 
 
 def _phrases(scenes: Sequence[Scene], tokenizer: CaptionTokenizer) -> tuple[Phrases, Tensor]:

@@ -21,44 +21,45 @@ from powerclip.errors import UserError
 from powerclip.evaluate.nla_agreement import (
     ALPHAS,
     TAUS,
+    NlaStudy,
     agreement,
     analyse,
     corpus_vectors,
-    lines,
+    measure_agreement,
     pair_losses,
     random_vectors,
-    study,
 )
 
 
 @pytest.fixture(scope="module")
-def found():
-    return study("random", [random_vectors(batch, 8, 6, seed=0, width=64) for batch in range(2)])
+def grid():
+    study = NlaStudy(pairs=8, regions=6)
+    return measure_agreement("random", [random_vectors(study, batch, width=64) for batch in range(2)])
 
 
-def test_every_point_of_the_grid_is_there(found):
-    assert [(point.tau, point.alpha) for point in found.points] == [(tau, alpha) for tau in TAUS for alpha in ALPHAS]
-    assert found.pairs == 16
+def test_every_point_of_the_grid_is_there(grid):
+    assert [(point.tau, point.alpha) for point in grid.points] == [(tau, alpha) for tau in TAUS for alpha in ALPHAS]
+    assert grid.pairs == 16
 
 
-def test_t2r_is_nearly_exact_at_a_small_temperature_and_does_not_know_alpha(found):
-    points = [found.at(0.001, alpha) for alpha in ALPHAS]
+def test_t2r_is_nearly_exact_at_a_small_temperature_and_does_not_know_alpha(grid):
+    points = [grid.at(0.001, alpha) for alpha in ALPHAS]
     assert all(point.t2r == points[0].t2r for point in points)
     assert points[0].t2r.r > 0.9999
-    assert found.at(0.1, 0.0).t2r.bias > abs(points[0].t2r.bias)
+    assert grid.at(0.1, 0.0).t2r.bias > abs(points[0].t2r.bias)
 
 
-def test_alpha_moves_r2t_from_below_the_exact_values_to_above(found):
-    biases = [found.at(0.001, alpha).r2t.bias for alpha in ALPHAS]
+def test_alpha_moves_r2t_from_below_the_exact_values_to_above(grid):
+    biases = [grid.at(0.001, alpha).r2t.bias for alpha in ALPHAS]
     assert biases == sorted(biases)
     assert biases[0] < 0 < biases[-1]
 
 
 def test_the_mean_of_the_pair_losses_is_the_loss_that_trains():
-    vectors = random_vectors(0, 8, 6, seed=3, width=64)
+    vectors = random_vectors(NlaStudy(pairs=8, regions=6, seed=3), 0, width=64)
     config = AlignmentConfig.named("paper", aggregation="exact", gamma=0.2)
     parts = Parts(vectors.regions.float(), vectors.nodes.float(), vectors.segments)
-    assert study("one", [vectors]).exact.mean().item() == pytest.approx(
+    assert measure_agreement("one", [vectors]).exact.mean().item() == pytest.approx(
         alignment_loss(parts, config).loss.item(), rel=1e-4
     )
 
@@ -70,9 +71,10 @@ def test_pair_losses_by_hand():
 
 def test_agreement_of_shifted_values_has_their_order_and_a_bias():
     exact = torch.tensor([1.0, 2.0, 3.0])
-    found = agreement(exact + 2, exact)
-    assert found.r == pytest.approx(1)
-    assert found.bias == pytest.approx(2)
+    shifted = agreement(exact + 2, exact)
+    assert shifted.r == pytest.approx(1)
+    assert shifted.bias == pytest.approx(2)
+    assert str(shifted) == "1.0000 (+2.00)"
     assert agreement(torch.ones(3), exact).r is None
 
 
@@ -89,39 +91,31 @@ def model(tmp_path_factory):
 
 
 def test_a_models_own_embeddings_are_studied_beside_random_ones(model, tmp_path):
-    both = analyse(tmp_path / "out", model, batches=1, count=4, regions=4)
-    assert [one.source for one in both] == ["random vectors", f"{model}, embedded scenes"]
+    both = analyse(tmp_path / "out", NlaStudy(model, batches=1, pairs=4, regions=4))
+    assert [grid.source for grid in both] == ["random vectors", f"{model}, embedded scenes"]
     assert both[1].at(0.001, 0.5).t2r.r > 0.999
     written = json.loads((tmp_path / "out" / "nla.json").read_text())
     assert [len(one["points"]) for one in written["studies"]] == [15, 15]
     with Image.open(tmp_path / "out" / "nla.png") as image:
         two = image.height
-    analyse(tmp_path / "alone", batches=1, count=4, regions=4)
+    analyse(tmp_path / "alone", NlaStudy(batches=1, pairs=4, regions=4))
     with Image.open(tmp_path / "alone" / "nla.png") as image:
         assert two == 2 * image.height  # a line of panels for each source
-    assert len(lines(both[0])) == 17
+    assert len(both[0].table().rows) == 15
 
 
 def test_pairs_of_shards_are_studied_in_place_of_scenes(model, tmp_path):
     folder = write_mini_corpus(tmp_path / "data")
-    said = []
+    reported = []
 
-    def photographs(trees):
-        found = analyse(
-            tmp_path / "out",
-            model,
-            shards=str(folder / "train-*.tar"),
-            trees=trees,
-            batches=3,
-            count=4,
-            say=said.append,
-        )
-        return found[1]
+    def of_shards(trees):
+        study = NlaStudy(model, str(folder / "train-*.tar"), trees, batches=3, pairs=4)
+        return analyse(tmp_path / "out", study, reported.append)[1]
 
-    parsed, flat = photographs(str(folder / "trees.tsv")), photographs(None)
+    parsed, flat = of_shards(str(folder / "trees.tsv")), of_shards(None)
     assert parsed.source == f"{model}, train-000.tar … train-001.tar"
     assert parsed.pairs == 12
-    assert said == ["train-000.tar … train-001.tar: 12 images, 18 captions"] * 2
+    assert reported == ["train-000.tar … train-001.tar: 12 images, 18 captions"] * 2
     assert not torch.equal(parsed.exact, flat.exact)  # "a wall number 7" is a phrase in one only
 
 
@@ -149,15 +143,15 @@ def test_vectors_of_shards_are_those_that_training_sees(model, tmp_path):
         ({"model": "{model}", "shards": "{folder}/no-*.tar"}, "--shards: nothing matches"),
         ({"model": "{model}", "shards": "{folder}/val-000.tar", "trees": "{folder}/no.tsv"}, "--trees: no file"),
         ({"model": "{model}", "shards": "{folder}/val-000.tar"}, "has 6 images .* need 16: ask for --batches 1"),
-        ({"model": "{model}", "shards": "{folder}/val-000.tar", "count": 8}, "need 32: name more shards"),
+        ({"model": "{model}", "shards": "{folder}/val-000.tar", "pairs": 8}, "need 32: name more shards"),
     ],
 )
 def test_what_cannot_be_studied_is_said_and_nothing_is_written(asked, answer, model, tmp_path):
     folder = write_mini_corpus(tmp_path / "data")
-    named = {
+    settings = {
         key: value.format(folder=folder, model=model) if isinstance(value, str) else value
         for key, value in asked.items()
     }
     with pytest.raises(UserError, match=answer):
-        analyse(tmp_path / "out", **{"batches": 4, "count": 4, **named})
+        analyse(tmp_path / "out", NlaStudy(**{"batches": 4, "pairs": 4, **settings}))
     assert not (tmp_path / "out").exists()
