@@ -31,30 +31,30 @@ def main() -> None:
     arguments = parser.parse_args()
 
     images = [SegmenterImage(name, getattr(data, name)()) for name in NAMES]
-    rows = [("", [shown(picture, None) for picture in images])]
+    rows = [("", [shown(image, None) for image in images])]
     for title, segmenter in (
         ("MobileSAM, 16 × 16 points", load_segmenter("mobile_sam", arguments.device, arguments.weights)),
         ("superpixels", load_segmenter("superpixels")),
     ):
         cells = []
-        for picture in images:
+        for image in images:
             began = time.perf_counter()
-            (masks,) = segmenter.segment([picture])
+            (masks,) = segmenter.segment([image])
             seconds = time.perf_counter() - began
             packed = [pack_mask(mask) for mask in masks]
             size = sum(map(len, packed))
             print(
-                f"{title}: {picture.key}: {len(masks)} masks, {size} bytes, {seconds:.1f} s; share of the image: "
+                f"{title}: {image.key}: {len(masks)} masks, {size} bytes, {seconds:.1f} s; share of the image: "
                 + " ".join(f"{100 * mask.mean():.1f}" for mask in masks)
             )
-            cells.append(shown(picture, unpack_masks(packed)))
+            cells.append(shown(image, unpack_masks(packed)))
         rows.append((title, cells))
     sheet(rows).quantize(256, dither=Image.Dither.NONE).save(arguments.output, optimize=True)
 
 
-def shown(picture: SegmenterImage, masks: Masks | None) -> Image.Image:
+def shown(source: SegmenterImage, masks: Masks | None) -> Image.Image:
     """The image, with each mask in its own colour over it; small ones over large ones."""
-    image = Image.fromarray(picture.pixels)
+    image = Image.fromarray(source.pixels)
     image = image.resize((round(image.width * HEIGHT / image.height), HEIGHT), Image.Resampling.LANCZOS)
     if masks is None:
         return image

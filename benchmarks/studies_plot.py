@@ -24,7 +24,8 @@ PANELS = {
     "Regions": "2026-11-16-h200-captions10k-table7.json",
     "Components": "2026-11-15-h200-captions10k-table6.json",
 }
-SCORE = "retrieval/mean"
+SCORE = "retrieval/mean_recall"
+OLD_NAMES = {"retrieval/mean_recall": "retrieval/mean"}  # in results that do not say `"format": 2`
 BASELINE, OURS = "#7f8c8d", "#1f6fb2"
 
 
@@ -52,16 +53,17 @@ def main(results: Path, image: Path) -> None:
 
 def scores(setting: dict[str, Any]) -> tuple[float, ...]:
     """In percent, seed by seed."""
-    return tuple(100 * run["scores"][SCORE] for run in setting["runs"].values() if "scores" in run)
+    finished = [run for run in setting["runs"].values() if "scores" in run]
+    return tuple(100 * run["scores"][SCORE if "format" in run else OLD_NAMES[SCORE]] for run in finished)
 
 
 def draw(axis: Axes, rows: dict[str, tuple[float, ...]], baseline: tuple[float, ...], name: str) -> None:
-    middle, spread = mean(baseline), stdev(baseline)
-    axis.axvspan(middle - spread, middle + spread, color=BASELINE, alpha=0.25, lw=0)
-    for place, (setting, values) in enumerate(rows.items()):
+    center, std = mean(baseline), stdev(baseline)
+    axis.axvspan(center - std, center + std, color=BASELINE, alpha=0.25, lw=0)
+    for row, (setting, values) in enumerate(rows.items()):
         colour = BASELINE if setting == name or setting.startswith(f"{name},") else OURS
-        axis.plot(values, [place] * len(values), "o", color=colour, ms=3, alpha=0.5, mew=0)
-        axis.plot([mean(values)], [place], "|", color=colour, ms=9, mew=2)
+        axis.plot(values, [row] * len(values), "o", color=colour, ms=3, alpha=0.5, mew=0)
+        axis.plot([mean(values)], [row], "|", color=colour, ms=9, mew=2)
     axis.set_yticks(range(len(rows)), rows)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", lw=0.3)

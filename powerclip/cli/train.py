@@ -190,7 +190,7 @@ def quickstart(
     About five minutes on two CPU cores. Prints a table and writes report.html with curves and heatmaps.
     """
     check_one_process("quickstart")
-    with interruptible("start again with the same command"):
-        from powerclip.compare.quickstart import run
+    with interruptible("the same command continues where it stopped"):
+        from powerclip.compare.quickstart import run_quickstart
 
-        run(output=output, seed=seed, seeds=seeds, steps=steps, quiet=quiet)
+        run_quickstart(output, seed=seed, seeds=seeds, steps=steps, quiet=quiet)

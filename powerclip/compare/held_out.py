@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,19 +19,40 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from powerclip.compare.held_out_table import describe, headlines, markdown, measures
 from powerclip.compare.study import RunFailure, Study, StudyResults
-from powerclip.compare.table import describe_seeds, failures, study_table, summary
+from powerclip.compare.table import (
+    Measure,
+    describe_seeds,
+    failures,
+    markdown_page,
+    measure_table,
+    study_table,
+    summary,
+)
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder, OnProgress, PixelStore
 from powerclip.evaluate.images import ImageSource
+from powerclip.evaluate.metrics import CUTOFFS
 from powerclip.evaluate.runner import jobs_for_paths
 from powerclip.evaluate.tasks import Scored, Task
+from powerclip.report.table import fixed
 from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, duration, print_line
+from powerclip.train.results import Results
 from powerclip.train.run_folder import RunFolder
+
+DIGITS = 2  # differences at the end of a study are small
+# Metrics with labels of their own, in the order of the table.
+LABELS = {
+    "mean_recall": "mean recall",
+    "mean_recall@1": "R@1",
+    **{f"{side}_retrieval_recall@{k}": f"R@{k} {side}" for side in ("text", "image") for k in CUTOFFS},
+    "acc": "accuracy",
+    "mean_kind_acc": "mean of kinds",
+}
+HEADLINES = ("mean_recall", "mean_recall@1", "acc1", "mean_average_precision", "acc")
 
 
 @dataclass(frozen=True)
@@ -58,13 +79,13 @@ def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
     for path in paths:
         if not path.exists():
             raise UserError(f"--test: there is no file or folder {path}")
-    found: list[HeldOut] = []
+    held_out: list[HeldOut] = []
     for job in jobs_for_paths(list({path.resolve(): path for path in paths}.values())):
-        if any(one.name == job.name for one in found):
+        if any(data.name == job.name for data in held_out):
             raise UserError(f"--test: two paths are called {job.name}; rename one")
         task = job.find()
-        found.append(HeldOut(job.name, job.where, task, _digest(task)))
-    return found
+        held_out.append(HeldOut(job.name, job.where, task, _digest(task)))
+    return held_out
 
 
 def measure_held_out(
@@ -87,7 +108,7 @@ def measure_held_out(
         console: where to print; standard output by default.
 
     Returns:
-        The results, with the held-out scores instead of the runs' own: `NAME/benchmark/measure`.
+        The results, with the held-out scores instead of the runs' own: `NAME/metric`.
 
     Raises:
         UserError: no model could be measured.
@@ -99,7 +120,7 @@ def measure_held_out(
             print_line(console, text)
 
     say(f"Held-out data: {', '.join(data.about for data in held_out)}")
-    models = _Models(held_out)
+    tester = _Tester(held_out)
     tested: StudyResults = {setting.name: {} for setting in study.settings}
     corrupt: dict[str, list[str]] = {}
     runs = study.runs(output, list(results[study.baseline]))
@@ -113,55 +134,56 @@ def measure_held_out(
         started = time.perf_counter()
         try:
             with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
-                measured, anew = models.measure(run.folder, progress.update)
+                scored, anew = tester.measure(run.folder, progress.update)
         except UserError as error:
             tested[run.setting][run.seed] = RunFailure(str(error))
             say(f"{head}failed: {error}")
             continue
-        scores = {f"{data}/{key}": value for data, scored in measured.items() for key, value in scored.flat().items()}
-        tested[run.setting][run.seed] = replace(result, scores=scores, last={})
-        corrupt |= {data: list(scored.corrupt) for data, scored in measured.items() if scored.corrupt}
+        scores = {f"{name}/{metric}": value for name, one in scored.items() for metric, value in one.flat().items()}
+        tested[run.setting][run.seed] = found = replace(result, scores=scores, last={})
+        corrupt |= {name: list(one.corrupt) for name, one in scored.items() if one.corrupt}
         note = duration(time.perf_counter() - started) if anew else "measured before"
-        say(f"{head}{describe(measured)}  ({note})")
+        say(f"{head}{_describe(held_out, found)}  ({note})")
     reasons = [found.reason for one in tested.values() for found in one.values() if isinstance(found, RunFailure)]
     if len(reasons) == len(runs):
         raise UserError(f"no model could be measured on the held-out data; the first: {reasons[0]}")
     _write(study, output, tested, held_out, corrupt)
-    study_table(study, tested, headlines(tested), time=False).print(console)
+    headlines = [measure for measure in _measures(held_out, tested) if _metric(held_out, measure.key)[1] in HEADLINES]
+    study_table(study, tested, headlines, time=False).print(console)
     for line in failures(tested):
         print_line(console, line, style="yellow")
     say(f"Table and numbers of the held-out data: {output / 'test.md'}, test.json")
     return tested
 
 
-class _Models:
+class _Tester:
     """Measures one model after the other on the same data, which are decoded once."""
 
     def __init__(self, held_out: Sequence[HeldOut]) -> None:
-        self.held_out = held_out
-        self.device = choose_device("auto")
-        self.pixels = PixelStore()
+        self._held_out = held_out
+        self._device = choose_device("auto")
+        self._pixels = PixelStore()
 
     def measure(self, folder: RunFolder, on_progress: OnProgress) -> tuple[dict[str, Scored], bool]:
         """What a run's model scores on each of the data, and whether something had to be measured for it."""
         path, run = folder.root / "test.json", hashlib.blake2b(folder.results.read_bytes(), digest_size=16).hexdigest()
         kept = _read_kept(path, run)
-        left = [data for data in self.held_out if data.digest not in kept]
+        left = [data for data in self._held_out if data.digest not in kept]
         if left:
             from powerclip.data.tokens import CaptionTokenizer
             from powerclip.encoders import load
 
-            encoder, _, tokenizer = load(folder.model, device=self.device)
-            embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=self.pixels)
+            encoder, _, tokenizer = load(folder.model, device=self._device)
+            embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=self._pixels)
             embedder.on_progress = on_progress
             for data in left:
-                scored = data.task.score(embedder)
-                kept[data.digest] = {"name": data.name, "path": data.path, **asdict(scored)}
+                kept[data.digest] = {"name": data.name, "path": data.path, **asdict(data.task.score(embedder))}
             write_atomic(path, (json.dumps({"run": run, "data": kept}, indent=1) + "\n").encode())
-        found = {data.name: kept[data.digest] for data in self.held_out}
-        return {name: Scored(one["parts"], one["counts"], tuple(one["corrupt"])) for name, one in found.items()}, bool(
-            left
-        )
+        scored = {}
+        for data in self._held_out:
+            found = kept[data.digest]
+            scored[data.name] = Scored(found["parts"], found["counts"], tuple(found["corrupt"]))
+        return scored, bool(left)
 
 
 def _read_kept(path: Path, run: str) -> dict[str, dict[str, Any]]:
@@ -180,7 +202,7 @@ def _digest(task: Task) -> str:
         value = getattr(task, part.name)
         if part.name == "images":
             with ThreadPoolExecutor() as pool:
-                for one in pool.map(lambda place, images=value: _hash(images, place), range(len(value.names))):
+                for one in pool.map(lambda number, images=value: _hash(images, number), range(len(value.names))):
                     total.update(one)
         else:
             plain = value.tolist() if isinstance(value, Tensor) else value
@@ -188,25 +210,76 @@ def _digest(task: Task) -> str:
     return total.hexdigest()
 
 
-def _hash(images: ImageSource, place: int) -> bytes:
+def _hash(images: ImageSource, number: int) -> bytes:
     content = b""
     with suppress(OSError, ValueError):  # counted as unreadable when it is embedded
-        content = images.read(place)
+        content = images.read(number)
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _metric(held_out: Sequence[HeldOut], key: str) -> tuple[str, str]:
+    """Name of the data and metric of a score: `sugarcrepe/swap_obj/acc` → `sugarcrepe`, `swap_obj/acc`."""
+    name = max((data.name for data in held_out if key.startswith(f"{data.name}/")), key=len)
+    return name, key.removeprefix(f"{name}/")
+
+
+def _measures(held_out: Sequence[HeldOut], tested: StudyResults) -> list[Measure]:
+    """All that was measured, `NAME: what`, data by data, the metrics that tell most first."""
+    every = [result for runs in tested.values() for result in runs.values() if isinstance(result, Results)]
+    keys = dict.fromkeys(key for result in every for key in result.scores)
+    metrics: dict[str, list[str]] = {data.name: [] for data in held_out}
+    for key in keys:
+        name, metric = _metric(held_out, key)
+        if metric != "acc_standard_error":  # nothing to be ahead in
+            metrics[name].append(metric)
+    return [measure for name, own in metrics.items() for measure in _ordered(name, own)]
+
+
+def _ordered(name: str, metrics: Iterable[str]) -> list[Measure]:
+    sides = tuple(f"{side}_retrieval_recall@1" for side in ("text", "image"))
+    known = [*metrics, *(["mean_recall@1"] if set(sides) <= set(metrics) else [])]
+    order = {metric: number for number, metric in enumerate(LABELS)}
+    known.sort(key=lambda metric: order.get(metric, len(order)))
+    return [
+        Measure(
+            f"{name}/{metric}",
+            f"{name}: {LABELS.get(metric, metric.removesuffix('/acc'))}",
+            over=tuple(f"{name}/{side}" for side in sides) if metric == "mean_recall@1" else (),
+        )
+        for metric in known
+    ]
+
+
+def _describe(held_out: Sequence[HeldOut], result: Results) -> str:
+    """`test-000: mean recall 12.7, R@1 4.6 · sugarcrepe: accuracy 55.3`."""
+    shown: dict[str, list[str]] = {}
+    for measure in _measures(held_out, {"": {0: result}}):
+        name, metric = _metric(held_out, measure.key)
+        if metric in HEADLINES:
+            shown.setdefault(name, []).append(f"{LABELS.get(metric, metric)} {fixed(measure.value(result))}")
+    return " · ".join(f"{name}: {', '.join(parts)}" for name, parts in shown.items())
 
 
 def _write(
     study: Study, output: Path, tested: StudyResults, held_out: Sequence[HeldOut], corrupt: dict[str, list[str]]
 ) -> None:
-    seeds = list(next(iter(tested.values())))
+    measures = _measures(held_out, tested)
+    seeds = list(tested[study.baseline])
+    legend = (
+        f"Percent, mean ± standard deviation over seeds; Δ is the mean difference to {study.baseline} ± its standard "
+        "error over the seeds that both have, with the ratio and the p-value of a paired t-test. Mean recall is that "
+        "of R@1, 5 and 10 both ways, R@1 the mean of both ways; text: captions are retrieved for an image, image: "
+        "images for a caption. Accuracy is that of all comparisons together."
+    )
     footer = [
         f"Held-out data: {', '.join(data.about for data in held_out)}.",
         f"{describe_seeds(seeds)}; {machine()}.",
         *(f"- {name}: {len(which):,} unreadable: {', '.join(which[:3])}" for name, which in corrupt.items()),
         *failures(tested),
     ]
-    write_atomic(output / "test.md", markdown(study, tested, "\n".join(footer)).encode())
-    results = {
+    table = measure_table(study, tested, measures, corner="held-out", digits=DIGITS)
+    write_atomic(output / "test.md", markdown_page(study, table, legend, "\n".join(footer)).encode())
+    content = {
         "about": study.about,
         "baseline": study.baseline,
         "seeds": seeds,
@@ -218,7 +291,7 @@ def _write(
         "settings": {
             setting.name: {
                 "about": setting.about,
-                "summary": summary(study, tested, setting.name, measures(tested)),
+                "summary": summary(study, tested, setting.name, measures),
                 "runs": {
                     str(seed): {"error": found.reason} if isinstance(found, RunFailure) else {"scores": found.scores}
                     for seed, found in tested[setting.name].items()
@@ -227,4 +300,4 @@ def _write(
             for setting in study.settings
         },
     }
-    write_atomic(output / "test.json", (json.dumps(results, indent=1) + "\n").encode())
+    write_atomic(output / "test.json", (json.dumps(content, indent=1) + "\n").encode())

@@ -1,65 +1,69 @@
-"""The quickstart: train CLIP and PowerCLIP-R on the same scenes, evaluate both, write the report."""
+"""The quickstart: a study of CLIP and PowerCLIP-R on the embedded scenes, with a report for newcomers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import mean
 
 from rich.console import Console
-from rich.table import Table
 
-from powerclip.compare.comparison import Line, Outcome, compare, show
-from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import load, tokenizer_for
+from powerclip.compare.run import RunOptions, run_study
+from powerclip.compare.scene_heatmaps import scene_rows
+from powerclip.compare.study import Run, RunFailure, StudyResults, read_study
+from powerclip.compare.table import Measure, mean_std, values
+from powerclip.encoders import load
 from powerclip.errors import UserError
-from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.metrics import CUTOFFS, KINDS
 from powerclip.evaluate.scenes import scene_tasks
-from powerclip.report.charts import smooth
+from powerclip.evaluate.tasks import Classification, HardNegatives, PointingGame
+from powerclip.report.charts import Curve, smooth
 from powerclip.report.heatmaps import heatmap_figure, png_bytes
-from powerclip.report.quickstart_page import Curve, Report, render, signed
-from powerclip.report.scene_heatmaps import scene_rows
-from powerclip.runtime.distributed import choose_device
+from powerclip.report.quickstart_page import CLASSES, TITLE, Report, render
+from powerclip.report.table import Cell, Column, Row, Table, fixed, rank, signed
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.train.loop import train
+from powerclip.runtime.progress import print_line
 from powerclip.train.metrics import read_metrics
-from powerclip.train.recipe import Recipe, differences, load_recipe
 from powerclip.train.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from powerclip.encoders import DualEncoder
-
-RECIPES = {"CLIP": "quickstart/clip", "PowerCLIP-R": "quickstart/powerclip"}
-BASELINE, OURS = RECIPES
+RECIPES = ("quickstart/clip", "quickstart/powerclip")  # the baseline first
+LAYOUT = "seed-{seed}/{setting}"
+MODELS = {"clip": "CLIP", "powerclip": "PowerCLIP-R"}  # setting → what tables call it
 CURVES = {"clip": "CLIP loss", "alignment": "Alignment loss", "violation": "Violation rate"}
-# The same images for every seed: the spread is then that of training alone.
-EVALUATION_SEED = 0
+KIND_LABELS = {
+    "replace_obj": "replace an object",
+    "replace_att": "replace an attribute",
+    "replace_rel": "replace a relation",
+    "swap_obj": "swap two objects",
+    "swap_att": "swap two attributes",
+    "add_obj": "add an object",
+    "add_att": "add an attribute",
+}
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A finished run: where it lies, what it was, what came out."""
+class Line:
+    """A measure of the table: where it stands, its score, and what random answers would give (percent)."""
 
-    folder: RunFolder
-    recipe: Recipe
-    encoder: DualEncoder
-    outcome: Outcome
+    section: str
+    label: str
+    key: str
+    chance: float
 
 
-def run(
+def run_quickstart(
     output: Path = Path("runs/quickstart"),
+    *,
     seed: int = 0,
-    steps: int | None = None,
-    quiet: bool = False,
     seeds: int = 1,
-    scenes: int = 1000,
+    steps: int | None = None,
+    scenes: int | None = None,
+    quiet: bool = False,
     console: Console | None = None,
-) -> list[Line]:
-    """Train, evaluate, print the table, write `report.html`, `results.json` and `heatmaps.png`.
+) -> StudyResults:
+    """Run the study, print the table, write `report.html` and `heatmaps.png` beside the study's own files.
 
     A run that is already finished is not trained again, an interrupted one continues; either is replaced when the
     recipe has changed since.
@@ -67,91 +71,84 @@ def run(
     Args:
         output: the folder for everything.
         seed: of the first pair of runs; the next ones count up from it.
-        steps: training steps, instead of the recipes' own.
-        quiet: print the table alone.
         seeds: pairs of runs; with several, the table shows mean ± standard deviation.
-        scenes: test scenes to evaluate on.
+        steps: training steps, instead of the recipes' own.
+        scenes: test scenes to evaluate on, instead of the recipes' own.
+        quiet: print the table alone.
         console: where to print; standard output by default.
+
+    Raises:
+        UserError: a run failed, or an argument is out of its range.
     """
-    output = Path(output)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; choose another output folder")
     for name, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("seed", seed, 0)):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+    overrides = [f"train.steps={steps}"] if steps is not None else []
+    overrides += [f"evaluation.scenes={scenes}"] if scenes is not None else []
+    study = replace(read_study(RECIPES, overrides), about=f"{TITLE}.", layout=LAYOUT)
+    numbers = range(seed, seed + seeds)
     console = console or Console()
-    runs: dict[str, list[Trained]] = {name: [] for name in RECIPES}
-    chosen = range(seed, seed + seeds)
-    for number in chosen:
-        for name in RECIPES:
-            runs[name].append(_trained(name, output, number, steps, scenes, quiet, console))
-    lines = compare(*([trained.outcome for trained in runs[name]] for name in RECIPES))
-    console.print(table(lines, chosen))
-    _write(output, runs, lines, chosen, steps)
-    console.print(f"Report with curves and heatmaps: {output / 'report.html'}", highlight=False, soft_wrap=True)
-    return lines
+    options = RunOptions(keep_models=True, resume=True, log_steps=True, quiet=quiet, console=console)
+    results = run_study(study, output, numbers, options)
+    runs = study.runs(output, numbers)
+    for run in runs:
+        result = results[run.setting][run.seed]
+        if isinstance(result, RunFailure):
+            raise UserError(f"{run.setting}, seed {run.seed}: {result.reason}")
+    table = _write_report(output, runs, results, numbers, _command(numbers, steps))
+    table.print(console, boxed=True)
+    print_line(console, f"Report with curves and heatmaps: {output / 'report.html'}")
+    return results
 
 
-def table(lines: Sequence[Line], seeds: Sequence[int]) -> Table:
-    """The comparison for the terminal; whoever is ahead in bold."""
-    over = f"mean ± sd of {len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
-    made = Table(title=f"CLIP and PowerCLIP-R on the embedded scenes (%, {over})", title_justify="left")
-    made.add_column("")
-    for column in ("chance", BASELINE, OURS, "difference"):
-        made.add_column(column, justify="right", no_wrap=True)
-    group = ""
-    for line in lines:
-        if line.group != group:
-            made.add_section()
-            group = line.group
-            made.add_row(f"[bold]{group}[/bold]")
-        cells = {"baseline": show(line.baseline, line.unit), "ours": show(line.ours, line.unit)}
-        if line.ahead:
-            cells[line.ahead] = f"[bold]{cells[line.ahead]}[/bold]"
-        chance = "" if line.chance is None else f"{line.chance:.1f}"
-        made.add_row(f"  {line.label}", chance, cells["baseline"], cells["ours"], signed(line.difference, line.unit))
+def lines(results: StudyResults, counts: Mapping[str, int]) -> list[Line]:
+    """The measures of the table, with what random answers would give."""
+    first = next(iter(next(iter(results.values())).values()))
+    assert not isinstance(first, RunFailure)
+    made = []
+    for side, label in (("text", "image → text"), ("image", "text → image")):
+        for k in CUTOFFS:
+            key = f"scenes/retrieval/{side}_retrieval_recall@{k}"
+            made.append(Line("Retrieval", f"{label}, R@{k}", key, 100 * k / counts["scenes"]))
+    for k in (1, 5):
+        chance = 100 * min(1.0, k / counts["classes"])
+        made.append(Line("Zero-shot", f"unseen pairs, top {k}", f"scenes/zero_shot/acc{k}", chance))
+    for kind in KINDS:
+        key = f"scenes/composition/{kind}/acc"
+        if key in first.scores:  # a few scenes may have no negative of a kind
+            made.append(Line("Composition", KIND_LABELS[kind], key, 50.0))
+    made.append(Line("Composition", "mean", "scenes/composition/mean_kind_acc", 50.0))
+    # Untrained towers already point at objects, which stand out: whether at the right one is what matters.
+    for way, query in (("words", "in caption"), ("text", "alone")):
+        for which, target in (("", "its own"), ("_any", "any")):
+            chance = 100 * first.scores[f"scenes/pointing/pointing_chance{which}"]
+            key = f"scenes/pointing/pointing_{way}{which}"
+            made.append(Line("Pointing game", f"{query}: {target}", key, chance))
     return made
 
 
-def _trained(
-    name: str, output: Path, seed: int, steps: int | None, scenes: int, quiet: bool, console: Console
-) -> Trained:
-    # The quickstart measures more than a run does at its end, and does so below.
-    overrides = [f"train.seed={seed}", f"data.seed={seed}", "evaluation.scenes=false"]
-    overrides += [f"train.steps={steps}"] if steps is not None else []
-    recipe = load_recipe(RECIPES[name], overrides)
-    folder = RunFolder(output / f"seed-{seed}" / Path(RECIPES[name]).stem)
-    encoder = _train(recipe, folder, quiet, console)
-    if not quiet:
-        console.print(f"evaluating {name} …", highlight=False)
-    embedder = Embedder(encoder.to(choose_device("auto")), CaptionTokenizer(tokenizer_for(encoder)))
-    tasks = scene_tasks(scenes, encoder.image_size[0], EVALUATION_SEED)
-    scored = {task: tasks[task].score(embedder) for task in tasks}
-    outcome = Outcome(
-        {f"{task}/{metric}": value for task, found in scored.items() for metric, value in found.flat().items()},
-        {
-            "retrieval": scored["retrieval"].counts["images"],
-            "zero_shot": scored["zero_shot"].counts["images"],
-            "classes": scored["zero_shot"].counts["classes"],
-            "composition": sum(scored["composition"].counts.values()),
-            "pointing": scored["pointing"].counts["phrases"],
-        },
-        training_seconds(folder, recipe.train.batch_size),
-    )
-    return Trained(folder, recipe, encoder, outcome)
-
-
-def _train(recipe: Recipe, folder: RunFolder, quiet: bool, console: Console) -> DualEncoder:
-    same = False
-    if folder.recipe.is_file():
-        with suppress(UserError):  # damaged, or written by an older version: as good as another recipe
-            same = not differences(folder.read_recipe(), recipe)
-    if same and folder.finished:
-        if not quiet:
-            console.print(f"{folder.root} is already trained", highlight=False)
-        return load(str(folder.model))[0]
-    overwrite = folder.recipe.is_file() and not same
-    return train(recipe, folder.root, resume=same, overwrite=overwrite, quiet=quiet, console=console).encoder
+def quickstart_table(
+    measures: Sequence[Line], results: StudyResults, seconds: Mapping[str, Sequence[float]], seeds: Sequence[int]
+) -> Table:
+    """Both models beside chance, a row for each measure, and the training times; whoever is ahead is marked."""
+    rows = []
+    for line in measures:
+        scored = [list(values(results, name, Measure(line.key, line.label)).values()) for name in MODELS]
+        baseline, ours = (mean(found) for found in scored)
+        marks = rank([baseline, ours])
+        ahead = [name for name, mark in zip(CLASSES.values(), marks, strict=True) if mark == "best"]
+        cells = [
+            Cell(fixed(line.chance)),
+            *(Cell(mean_std(found), mark) for found, mark in zip(scored, marks, strict=True)),
+            Cell(signed(ours - baseline), css=f"ahead-{ahead[0]}" if ahead else ""),
+        ]
+        rows.append(Row(line.label, cells, line.section, css="mean" if line.label == "mean" else ""))
+    times = [list(seconds[name]) for name in MODELS]
+    cells = [Cell(""), *(Cell(f"{mean_std(own, 0)} s") for own in times)]
+    rows.append(Row("time", [*cells, Cell(f"{signed(mean(times[1]) - mean(times[0]), 0)} s")], "Training"))
+    over = f"mean ± sd of {len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
+    columns = [Column("chance", css="faint"), *(Column(model, css=CLASSES[model]) for model in MODELS.values())]
+    return Table([*columns, Column("difference")], rows, title=f"{TITLE} (%, {over})")
 
 
 def training_seconds(folder: RunFolder, batch_size: int) -> float:
@@ -164,52 +161,69 @@ def training_seconds(folder: RunFolder, batch_size: int) -> float:
     return seconds
 
 
-def _write(
-    output: Path, runs: dict[str, list[Trained]], lines: Sequence[Line], seeds: Sequence[int], steps: int | None
-) -> None:
-    """The three files, from the first seed where only one can be shown."""
-    first = {name: trained[0] for name, trained in runs.items()}
-    heatmaps = png_bytes(heatmap_figure(scene_rows({name: each.encoder for name, each in first.items()})))
-    ours = first[OURS]
+def _write_report(
+    output: Path, runs: Sequence[Run], results: StudyResults, seeds: Sequence[int], command: str
+) -> Table:
+    """Write `report.html` and `heatmaps.png`, of the first seed where only one can be shown; give the table."""
+    first = {MODELS[run.setting]: run for run in runs if run.seed == seeds[0]}
+    encoders = {model: load(run.folder.model)[0] for model, run in first.items()}
+    heatmaps = png_bytes(heatmap_figure(scene_rows(encoders)))
+    ours = first[MODELS["powerclip"]].recipe
+    encoder = encoders[MODELS["powerclip"]]
+    counts = _counts(ours.evaluation.scenes, encoder.image_size[0])
+    seconds: dict[str, list[float]] = {name: [] for name in MODELS}
+    for run in runs:
+        seconds[run.setting].append(training_seconds(run.folder, run.recipe.train.batch_size))
+    measures = lines(results, counts)
+    table = quickstart_table(measures, results, seconds, seeds)
+    contests = table.rows[: len(measures)]
     report = Report(
-        lines=lines,
+        table=replace(table, title=""),  # the page has its own
+        measures=len(measures),
+        ahead={
+            model: sum(row.cells[column].mark == "best" for row in contests)
+            for column, model in enumerate(MODELS.values(), 1)
+        },
         curves=_curves(first),
         heatmaps=heatmaps,
-        regions=ours.recipe.regions.count,
-        steps=ours.recipe.train.steps,
-        batch_size=ours.recipe.train.batch_size,
-        parameters=sum(parameter.numel() for parameter in ours.encoder.parameters()),
+        regions=ours.regions.count,
+        steps=ours.train.steps,
+        batch_size=ours.train.batch_size,
+        parameters=sum(parameter.numel() for parameter in encoder.parameters()),
         seeds=seeds,
-        counts=ours.outcome.counts,
+        counts=counts,
         machine=machine(),
-        command=_command(seeds, steps),
+        command=command,
     )
-    results: dict[str, Any] = {
-        "command": report.command,
-        "machine": report.machine,
-        "steps": report.steps,
-        "batch_size": report.batch_size,
-        "models": {
-            name: [
-                {"seed": seed, "seconds": each.outcome.seconds, "scores": each.outcome.scores}
-                for seed, each in zip(seeds, trained, strict=True)
-            ]
-            for name, trained in runs.items()
-        },
-    }
     write_atomic(output / "heatmaps.png", heatmaps)
-    write_atomic(output / "results.json", json.dumps(results, indent=1).encode())
     write_atomic(output / "report.html", render(report).encode())
+    return table
 
 
-def _curves(runs: dict[str, Trained]) -> dict[str, dict[str, Curve]]:
+def _counts(scenes: int, size: int) -> dict[str, int]:
+    """What the evaluation on so many scenes is made on."""
+    tasks = scene_tasks(scenes, size)
+    zero_shot, composition, pointing = (tasks[name] for name in ("zero_shot", "composition", "pointing"))
+    assert isinstance(zero_shot, Classification)
+    assert isinstance(composition, HardNegatives)
+    assert isinstance(pointing, PointingGame)
+    return {
+        "scenes": scenes,
+        "zero_shot_images": len(zero_shot.labels),
+        "classes": len(zero_shot.classes),
+        "comparisons": len(composition.captions),
+        "phrases": len(pointing.spans),
+    }
+
+
+def _curves(runs: Mapping[str, Run]) -> dict[str, dict[str, Curve]]:
     curves: dict[str, dict[str, Curve]] = {title: {} for title in CURVES.values()}
-    for name, trained in runs.items():
-        rows = list(read_metrics(trained.folder.metrics))
+    for model, run in runs.items():
+        rows = list(read_metrics(run.folder.metrics))
         for key, title in CURVES.items():
             points = [(row["step"], row[key]) for row in rows if key in row]
             if points:
-                curves[title][name] = smooth(points, window=3)
+                curves[title][model] = smooth(points, window=3)
     return curves
 
 

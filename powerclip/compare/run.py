@@ -38,7 +38,7 @@ from powerclip.train.data import CorpusStore
 from powerclip.train.evaluation import describe
 from powerclip.train.metrics import read_metrics
 from powerclip.train.recipe import FREE_ON_RESUME, Recipe, differences
-from powerclip.train.results import Results, read_results
+from powerclip.train.results import OutdatedResults, Results, read_results
 from powerclip.train.run_folder import RunFolder
 
 
@@ -205,6 +205,8 @@ def run_study(study: Study, output: Path, seeds: Sequence[int], options: RunOpti
     for run in study.runs(output, seeds):
         run = replace(run, recipe=_recipe_for_study(run.recipe, options), resume=options.resume)
         if not table.look_up(run):
+            if _is_outdated(run.folder):
+                options.say(f"{run.folder.root}: finished by another version, with other metrics: it is trained again")
             left.setdefault(identity(run.recipe), []).append(run)
     if any(table.results.values()):
         table.write()
@@ -344,6 +346,19 @@ def _check_models(study: Study, output: Path, seeds: Sequence[int], shared: Fini
             f"--test needs the models of finished runs, and {len(gone)} of {len(runs)} were not kept (the first: "
             f"{gone[0]}); the same command with --keep-models trains these again and keeps them"
         )
+
+
+def _is_outdated(folder: RunFolder) -> bool:
+    """Whether a folder's results are those of another version."""
+    if not folder.finished:
+        return False
+    try:
+        read_results(folder.results)
+    except OutdatedResults:
+        return True
+    except UserError:
+        return False
+    return False
 
 
 def _recipe_for_study(recipe: Recipe, options: RunOptions) -> Recipe:

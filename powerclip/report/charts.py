@@ -29,10 +29,10 @@ def line_chart(
     x_low, x_high = _widen(min(x for x, _ in points), max(x for x, _ in points))
     y_low, y_high = _widen(min(0.0, *(y for _, y in points)), max(y for _, y in points))
     step = _step(y_low, y_high)
-    if -y_high % step < step / 2:  # a little more, so that the highest rule lies above the line
+    if -y_high % step < step / 2:  # so that the highest rule lies above the line
         y_high += -y_high % step
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def position(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
         down = HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
         return across, down
@@ -42,16 +42,16 @@ def line_chart(
         f'<text x="{LEFT}" y="16" class="title">{escape(title)}</text>',
     ]
     for value in _ticks(y_low, y_high):
-        _, down = place(x_low, value)
+        _, down = position(x_low, value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}" class="rule"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{down + 3.5:.1f}" class="tick end">{value:g}</text>')
     for value in _ticks(x_low, x_high):
-        across, _ = place(value, y_low)
+        across, _ = position(value, y_low)
         parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" class="tick mid">{value:g}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" class="tick end">{escape(horizontal)}</text>')
     for name, line in series.items():
         for run in _runs(line):
-            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in (place(x, y) for x, y in run))
+            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in (position(x, y) for x, y in run))
             parts.append(f'<polyline points="{path}" class="line" stroke="{colours[name]}"/>')
     # Names at the right above the plot, from the last to the first.
     right = float(WIDTH - RIGHT)

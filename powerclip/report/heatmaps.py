@@ -1,4 +1,4 @@
-"""Images of heatmaps: what each phrase of a caption lights up, drawn over the image.
+"""Figures of heatmaps: the similarity of each patch to a caption and its phrases, drawn over the image.
 
 Every panel has its own colour scale, from its lowest to its highest patch: cosines of different models and phrases
 have different ranges, and the question is *where*, not *how much*.
@@ -59,7 +59,7 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = [line for row in rows for line in _wrap(row)]
+    lines = [line for row in rows for line in _wrap_row(row)]
     if not lines:
         raise ValueError("a heatmap figure needs at least one row")
     width = MARGIN + (1 + max(len(line.panels) for line in lines)) * (PANEL + GAP)
@@ -81,9 +81,9 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
                 panel = line.panels[column - 1]
                 _draw(axes, line.image, panel)
                 title, colour = panel.phrase, INK
-            _bare(axes)
+            _hide_frame(axes)
             if not line.continues:
-                axes.set_title(_fold(title, characters, 3), fontsize=FONT, color=colour, pad=4)
+                axes.set_title(_wrap_text(title, characters, 3), fontsize=FONT, color=colour, pad=4)
     return figure
 
 
@@ -92,8 +92,8 @@ def overlay(image: Tensor, values: Tensor) -> Tensor:
     from matplotlib import colormaps
 
     height, width = image.shape[1:]
-    spread = (values.max() - values.min()).clamp(min=1e-12)
-    scaled = ((values - values.min()) / spread).float()[None, None]
+    extent = (values.max() - values.min()).clamp(min=1e-12)
+    scaled = ((values - values.min()) / extent).float()[None, None]
     heat = interpolate(scaled, size=(height, width), mode="bilinear", align_corners=False)[0, 0].nan_to_num()
     colours = torch.as_tensor(colormaps[COLOURS](heat.cpu().numpy())[..., :3]).float()
     weights = torch.tensor([0.299, 0.587, 0.114])
@@ -132,7 +132,7 @@ def _draw(axes: Any, image: Tensor, panel: Panel) -> None:
     axes.plot(x, y, marker="+", color="white", markersize=7, markeredgewidth=1.2)
 
 
-def _bare(axes: Any) -> None:
+def _hide_frame(axes: Any) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_xlim(0, 1)
@@ -141,13 +141,13 @@ def _bare(axes: Any) -> None:
         side.set_visible(False)
 
 
-def _fold(text: str, width: int, lines: int) -> str:
+def _wrap_text(text: str, width: int, lines: int) -> str:
     """Break a phrase into at most so many lines. `$` is escaped: matplotlib would read mathematics."""
     text = " ".join(text.split()).replace("$", r"\$")
     return "\n".join(textwrap.wrap(text, width=max(width, 8), max_lines=lines, placeholder=" …"))
 
 
-def _wrap(row: Row) -> list[Row]:
+def _wrap_row(row: Row) -> list[Row]:
     """The row as lines of at most `COLUMNS` panels; the image stands before each."""
     lines = []
     for start in range(0, max(len(row.panels), 1), COLUMNS):

@@ -19,6 +19,7 @@ p {{ margin: 0 0 12px; max-width: 72ch; }}
 .lead {{ font-size: 18px; color: {FAINT}; max-width: 66ch; }}
 th, td, .whole {{ white-space: nowrap; }}
 .scroll {{ overflow-x: auto; }}
+.scroll + p {{ margin-top: 14px; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 15px; }}
 .wide table {{ width: auto; font-size: 13px; }}
 th, td {{ padding: 5px 12px; text-align: right; }}

@@ -17,6 +17,10 @@ FORMAT = 2  # 1, which files did not say: other names of scores, and images of s
 WARM_UP_ROWS = 2
 
 
+class OutdatedResults(UserError):
+    """Results that another version has written, with other metrics."""
+
+
 @dataclass(frozen=True)
 class Results:
     """What a finished run has to show."""
@@ -35,7 +39,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read the file back; UserError when it is damaged or not one of ours."""
+    """Read the file back; UserError when it is damaged, not one of ours or of another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         results = Results(**check(content, Results, str(path)))
@@ -44,7 +48,7 @@ def read_results(path: Path) -> Results:
     except (ValueError, TypeError, UserError):
         raise UserError(f"{path}: not the results of a run; remove it to run again") from None
     if content.get("format") != FORMAT:
-        raise UserError(f"{path}: results of another version, with other metrics; remove it to run again")
+        raise OutdatedResults(f"{path}: results of another version, with other metrics; remove it to run again")
     return results
 
 

@@ -98,9 +98,13 @@ def test_the_table_has_a_row_for_each_measure_and_a_gain_for_each_setting(folder
     lines = table.splitlines()
     assert lines[0] == "| held-out | clip | heavy | Δ |"
     rows = [line.split(" |")[0].removeprefix("| ") for line in lines if line.startswith(("| test", "| sugar"))]
-    ways = [f"test: R@{k} {way}" for way in ("image", "text") for k in (1, 5, 10)]
+    ways = [f"test: R@{k} {way}" for way in ("text", "image") for k in (1, 5, 10)]
     kinds = [f"sugarcrepe: {what}" for what in ("accuracy", "mean of kinds", "replace_att", "swap_obj")]
-    assert rows == [*ways, "test: mean recall", *kinds]
+    assert rows == ["test: mean recall", "test: R@1", *ways, *kinds]
+    runs = written(folder)["settings"]["heavy"]["runs"]
+    sides = [runs[seed]["scores"][f"test/{way}_retrieval_recall@1"] for seed in "01" for way in ("text", "image")]
+    both = written(folder)["settings"]["heavy"]["summary"]["test/mean_recall@1"]
+    assert both["mean"] == pytest.approx(100 * sum(sides) / 4)
     assert "2 seeds (0, 1)" in table
     summary = written(folder)["settings"]["heavy"]["summary"]["test/mean_recall"]
     values = {

@@ -157,7 +157,7 @@ def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypat
     assert "[6/6] heavy, seed 1: retrieval" in printed
     assert printed.count("12 images") == 1  # the corpus was read once
     table = (output / "table.md").read_text()
-    assert table.startswith("A trial.\n\n| setting | retrieval | Δ | R@1 text |")
+    assert table.startswith("A trial.\n\n| setting | retrieval | Δ | R@1 | Δ | R@1 text |")
     assert "| heavy |" in table
     assert "- clip: the baseline" in table
     assert "2 seeds (0, 1)" in table
@@ -179,6 +179,17 @@ def test_a_study_writes_its_table_and_goes_on_where_it_stopped(folder, monkeypat
     assert printed.count("finished before") == 6
     run(read_study([str(folder / "study.yaml")], ["alignment.weight=2"]).only(["heavy"]), output, [1])
     assert [args[1].parts[-2:] for args in trained] == [("clip", "seed-1"), ("heavy", "seed-1")]
+
+
+def test_results_of_another_version_do_not_count_and_a_line_says_so(folder, monkeypatch):
+    study, output = read_study([str(folder / "study.yaml")]).only(["clip"]), folder / "out"
+    run(study, output, [0, 1])
+    path = output / "clip" / "seed-1" / "results.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "format"}))
+    _, printed = run(study, output, [0, 1])
+    assert printed.count("finished by another version, with other metrics: it is trained again") == 1
+    assert printed.count("finished before") == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 def test_all_settings_of_a_seed_start_from_the_same_weights_and_see_the_same_pairs(folder):
@@ -283,6 +294,13 @@ def test_means_spreads_differences_and_marks_are_right():
     # Differences 3, 2, 4: mean 3, standard deviation 1, t = 5.196 with 2 degrees of freedom.
     assert cells(table, "ours") == ["**15.0 ± 2.6**", "+3.0 (×1.25, p = 0.035)", "11 ms (×1.10)"]
     assert cells(table, "other") == ["<u>13.0 ± 1.0</u>", "+1.0 (×1.08, p = 0.23)", "12 ms (×1.20)"]
+
+
+def test_a_measure_over_two_scores_is_their_mean_and_needs_both():
+    both = next(measure for measure in MEASURES if measure.label == "R@1")
+    scores = {"retrieval/text_retrieval_recall@1": 0.2, "retrieval/image_retrieval_recall@1": 0.1}
+    assert both.value(Results(1, 1.0, None, scores)) == pytest.approx(15)
+    assert both.value(Results(1, 1.0, None, {"retrieval/text_retrieval_recall@1": 0.2})) is None
 
 
 def test_one_seed_has_neither_spread_nor_test():
