@@ -112,7 +112,9 @@ class Table:
                 made.add_row(Text(section, "bold"))
             for row in rows:
                 label = f"  {row.marked_label}" if section else row.marked_label
-                made.add_row(Text(label), *(Text(cell.text, _TERMINAL[cell.mark]) for cell in row.cells))
+                # Assembled, so that the padding before a value is not underlined with it.
+                cells = [Text.assemble((cell.text, _TERMINAL[cell.mark])) for cell in row.cells]
+                made.add_row(Text(label), *cells)
         return made
 
     def markdown(self) -> str:

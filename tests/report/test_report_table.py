@@ -119,6 +119,13 @@ def test_a_terminal_gets_every_number_however_narrow_it_is():
     assert boxed[-3].split() == ["│", "f", "│", "5.0", "│", "0.0", "│", "│"]
 
 
+def test_marks_on_a_terminal_cover_the_value_and_not_its_padding():
+    stream = io.StringIO()
+    TABLE.print(Console(file=stream, width=200, force_terminal=True, color_system="standard"))
+    assert " \x1b[1m2.0\x1b[0m" in stream.getvalue()
+    assert "  \x1b[4m1.0 ± 0.5\x1b[0m" in stream.getvalue()
+
+
 def test_names_are_not_read_as_markup():
     assert printed(Table.plain(["[bold]x", "y"], [["[red]z", 1]])) == ["[bold]x  y", "[red]z   1"]
 
