@@ -1,10 +1,11 @@
-"""Several studies: in one command, each in its folder; what one has trained the others take over."""
+"""Several studies: in one command, each in its folder; what one has trained is copied by the others."""
 
 from __future__ import annotations
 
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 from powerclip import cli
 from powerclip.compare import pool
 from powerclip.compare import run as study_run
-from powerclip.compare.run import FinishedRuns, RunOptions, compare_study, copy_run, identity
+from powerclip.compare.run import FinishedRuns, RunOptions, compare_study, copy_run, identity, run_study
 from powerclip.compare.study import read_study
 from powerclip.errors import UserError
 from powerclip.train import run_folder
@@ -163,6 +164,13 @@ def test_a_run_is_taken_over_whole_from_a_study_of_another_command(folder, train
     for name in ("recipe.yaml", "metrics.jsonl", "environment.json", "results.json"):
         assert (copy / name).read_bytes() == (source / name).read_bytes()
     assert run("two").count("(finished before)") == 3
+
+
+def test_runs_are_shared_wherever_a_study_puts_them(folder, trained):
+    by_seed = replace(read_study(["one.yaml"]), layout="seed-{seed}/{setting}")
+    run_study(by_seed, Path("runs/one"), [0], RunOptions(quiet=True))
+    assert trained == ["one/seed-0/clip", "one/seed-0/heavy"]
+    assert run("two").count("(taken from one)") == 2
 
 
 def test_another_recipe_or_evaluation_or_an_unfinished_run_is_not_taken(folder, trained):
