@@ -30,10 +30,10 @@ from powerclip.encoders.dual import project
 from powerclip.encoders.features import Features, ImageFeatures
 from powerclip.encoders.vision import forward_image
 from powerclip.errors import UserError
+from powerclip.objectives.attentive import resample_scores, select_attentive
 from powerclip.objectives.base import Objective, Plan, Terms
 from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.selection.attentive import resample_scores, select_attentive
 from powerclip.objectives.views import cover, take_crops
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Share, validate

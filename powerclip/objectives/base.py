@@ -1,10 +1,11 @@
 """What every training objective has in common.
 
-Axes: C images · N patches · n patches that stay · V views
+Axes: C images · N patches · n patches that stay · V views · L tokens
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from powerclip.runtime.distributed import SINGLE, Ranks
 if TYPE_CHECKING:
     from powerclip.data.batch import Batch
     from powerclip.encoders import DualEncoder
+
+
+MAX_LOG_SCALE = math.log(100)  # where CLIP keeps its own
 
 
 @dataclass
@@ -122,3 +126,26 @@ class Objective(nn.Module):
 
     def after_step(self, encoder: DualEncoder) -> None:
         """Follow the towers, after a step of the optimiser."""
+
+
+def learned_scale(start: float) -> nn.Parameter:
+    """The logarithm of a learned factor on similarities, which starts at `start`."""
+    return nn.Parameter(torch.tensor(math.log(start)))
+
+
+@torch.no_grad()
+def clamp_scale(log_scale: Tensor) -> None:
+    """Keep a learned factor at 100 or below, as CLIP keeps its own."""
+    log_scale.clamp_(max=MAX_LOG_SCALE)
+
+
+def real_tokens(tokens: Tensor, ends: bool) -> Tensor:
+    """Which tokens [C, L] take part in a token-wise loss: no padding; start and end of text only if `ends`.
+
+    The end of text is the largest id of CLIP's vocabulary. It stays where a caption has nothing else.
+    """
+    end = tokens.argmax(dim=1, keepdim=True)
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    if ends:
+        return position <= end
+    return ((position > 0) & (position < end)) | ((position == end) & (end <= 1))

@@ -15,14 +15,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext
-from powerclip.objectives.masked import MaskedClip
-from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
-from powerclip.objectives.selection.edges import edge_strength
-from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
-from powerclip.objectives.selection.transport import balance
+from powerclip.objectives.cluster_masking import (
+    MaskedClip,
+    anchor_count,
+    anchor_similarity,
+    draw_anchors,
+    embedding_similarity,
+    pixel_similarity,
+    split_patches,
+)
 from powerclip.settings import NonNegativeInt, PositiveFloat, PositiveShare, Share, validate
 
 
@@ -49,7 +54,9 @@ class ClipPgs(MaskedClip):
         super().__init__()
         self.settings: ClipPgsSettings = settings or ClipPgsSettings()
 
-    def look(self, context: PatchContext, grid: tuple[int, int], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score_patches(
+        self, context: PatchContext, grid: tuple[int, int], noise: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Similarity to anchors that are no edges, and the edges."""
         settings = self.settings
         pixels, embeddings = pixel_similarity(context.images, grid), embedding_similarity(context.patches)
@@ -59,3 +66,31 @@ class ClipPgs(MaskedClip):
         edges = edge_strength(context.images, grid) > settings.edge
         anchors = draw_anchors(noise, anchor_count(noise.shape[1], settings.anchors), edges)
         return anchor_similarity(similarity, anchors, edges), edges
+
+
+def balance(similarity: Tensor, epsilon: float = 0.1, iterations: int = 50) -> Tensor:
+    """The entropic transport plan [C, N, N] of a symmetric similarity: rows and columns sum to 1.
+
+    Sinkhorn's iteration on K = exp(S/ε). Raw similarities cannot be normalised by their sums, as some are negative. K
+    is symmetric, so both scalings are one vector, and the geometric mean of two half-steps converges to it with one
+    product an iteration.
+    """
+    with torch.autocast(similarity.device.type, enabled=False):
+        # Shifted to a largest entry of 1: a common factor changes no plan.
+        kernel = ((similarity.float() - similarity.float().amax(dim=(1, 2), keepdim=True)) / epsilon).exp()
+        scale = kernel.sum(dim=-1, keepdim=True).rsqrt()  # [C, N, 1]
+        for _ in range(iterations):
+            scale = (scale / (kernel @ scale)).sqrt()
+        return scale * kernel * scale.transpose(1, 2)
+
+
+def edge_strength(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Sobel's gradient of the patch means, from 0 to 1 in each image [C, N]; 0 everywhere in an image without edges."""
+    means = split_patches(images.float(), grid).mean(dim=-1).unflatten(1, grid)
+    # The border is continued: zeros around the image would make an edge of it.
+    m = F.pad(means.unsqueeze(1), (1, 1, 1, 1), mode="replicate").squeeze(1)
+    rows = m[:, :-2] + 2 * m[:, 1:-1] + m[:, 2:]
+    columns = m[:, :, :-2] + 2 * m[:, :, 1:-1] + m[:, :, 2:]
+    strength = torch.hypot(rows[:, :, 2:] - rows[:, :, :-2], columns[:, 2:] - columns[:, :-2]).flatten(1)
+    low, high = strength.amin(dim=1, keepdim=True), strength.amax(dim=1, keepdim=True)
+    return (strength - low) / (high - low + 1e-6)

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext
-from powerclip.objectives.masked import MaskedClip
-from powerclip.objectives.selection.clusters import anchor_count, anchor_similarity, draw_anchors
-from powerclip.objectives.selection.similarity import embedding_similarity, pixel_similarity
+from powerclip.objectives.cluster_masking import (
+    MaskedClip,
+    anchor_count,
+    anchor_similarity,
+    draw_anchors,
+    embedding_similarity,
+    pixel_similarity,
+)
 from powerclip.settings import PositiveShare, Share, validate
 
 
@@ -44,7 +49,9 @@ class EClip(MaskedClip):
         super().__init__()
         self.settings: EClipSettings = settings or EClipSettings()
 
-    def look(self, context: PatchContext, grid: tuple[int, int], noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score_patches(
+        self, context: PatchContext, grid: tuple[int, int], noise: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Similarity to anchors anywhere in the image."""
         settings = self.settings
         similarity = pixel_similarity(context.images, grid)

@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.base import Objective, Terms, clamp_scale, learned_scale, real_tokens
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.late_interaction import group_lengths, late_interaction, spread_lengths
-from powerclip.objectives.scale import clamp_scale, learned_scale
-from powerclip.objectives.words import real_tokens
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 

@@ -11,7 +11,6 @@ Axes: C pairs of the batch · N patches · L tokens · D width
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.embed import embed_parts
 from powerclip.alignment.loss import alignment_loss
 from powerclip.alignment.negatives import annealed_count
-from powerclip.objectives.base import Objective, Terms
+from powerclip.objectives.base import Objective, Terms, clamp_scale, learned_scale
 from powerclip.objectives.clip import clip_loss
 from powerclip.runtime.distributed import SINGLE, Ranks
 
@@ -38,9 +37,9 @@ class PowerClip(Objective):
         self.config = config or AlignmentConfig()
         # The triplet loss has no scale to learn.
         learned = self.config.loss == "softmax"
-        self.log_scale = nn.Parameter(torch.tensor(math.log(self.config.scale))) if learned else None
+        self.log_scale = learned_scale(self.config.scale) if learned else None
         self.projections: nn.ParameterDict | None = None  # of patches and words, when they have their own
-        self.done = 0.0  # `elapsed` as the host knows it: nobody waits for the GPU to say how many negatives count
+        self.done = 0.0  # `elapsed` as the host knows it: how many negatives count needs no device sync
 
     def attach(self, encoder: DualEncoder) -> None:
         """Make the matrices [D, D] of `projection: separate`; they start as the identity, which changes nothing."""
@@ -99,5 +98,4 @@ class PowerClip(Objective):
     def clamp(self) -> None:
         """Keep the softmax's scale at 100 or below, as CLIP keeps its own."""
         if self.log_scale is not None:
-            with torch.no_grad():
-                self.log_scale.clamp_(max=math.log(100))
+            clamp_scale(self.log_scale)

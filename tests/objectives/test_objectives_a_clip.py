@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_batches import CONFIG, encode, terms_of, tiny_batch, tiny_encoder
+from tiny_batches import CONFIG, encode, rand, terms_of, tiny_batch, tiny_encoder
 
 from powerclip.encoders import build
 from powerclip.errors import UserError
 from powerclip.objectives import AClip, AClipSettings
 from powerclip.objectives.a_clip import TwoViews, byol_loss, simclr_loss
+from powerclip.objectives.attentive import kept_cells, resample_scores, select_attentive
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.views import cover, take_crops
 
@@ -158,3 +159,40 @@ def test_the_features_of_another_objective_are_refused():
     batch = tiny_batch(4)
     with pytest.raises(TypeError, match="its own encode"):
         objective.loss(encoder(batch.images, batch.tokens), batch)
+
+
+# ---- patches that stay -----------------------------------------------------------------------------------------------
+
+
+def test_half_of_the_cells_of_a_grid_of_14_are_100_patches():
+    assert kept_cells((14, 14), 0.5, 2) == 25
+    assert select_attentive(rand(2, 196), (14, 14)).shape == (2, 100)
+
+
+def test_the_best_cells_stay_whole():
+    scores = rand(3, 24)
+    kept = select_attentive(scores, (4, 6), keep=0.5, cell=2)
+    assert kept.shape == (3, 12)
+    assert (kept.diff(dim=1) > 0).all()
+    for c in range(3):
+        cells = {
+            (r, k): sum(float(scores[c, (2 * r + y) * 6 + 2 * k + x]) for y in (0, 1) for x in (0, 1))
+            for r in range(2)
+            for k in range(3)
+        }
+        best = sorted(cells, key=lambda cell: cells[cell])[-3:]
+        expected = {(2 * r + y) * 6 + 2 * k + x for r, k in best for y in (0, 1) for x in (0, 1)}
+        assert set(kept[c].tolist()) == expected
+
+
+def test_scores_stay_where_they_are_when_the_crop_is_the_same():
+    scores, crop = rand(2, 24), torch.tensor([[0.1, 0.2, 0.7, 0.9]]).expand(2, -1)
+    torch.testing.assert_close(resample_scores(scores, (4, 6), crop, crop), scores)
+
+
+def test_scores_move_with_the_crop():
+    ramp = torch.arange(8.0).repeat(8, 1)  # column c of 8 over the whole image: its middle is at (c + ½) / 8
+    whole, right = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.5, 0.25, 0.9, 0.75]])
+    found = resample_scores(ramp.flatten().unsqueeze(0), (8, 8), whole, right).view(8, 8)
+    middles = 0.5 + 0.4 * (torch.arange(8) + 0.5) / 8
+    torch.testing.assert_close(found, (middles * 8 - 0.5).repeat(8, 1), atol=1e-4, rtol=0)

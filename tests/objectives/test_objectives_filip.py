@@ -12,10 +12,10 @@ from token_examples import Largest, draw
 from torch._dynamo.utils import counters
 
 from powerclip.objectives import Filip, FilipSettings, late_interaction
+from powerclip.objectives.base import real_tokens
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.filip import filip_loss
 from powerclip.objectives.late_interaction import group_lengths, spread_lengths
-from powerclip.objectives.words import real_tokens
 
 
 def literal(v, t, real):

@@ -9,9 +9,9 @@ from token_examples import Largest, draw
 from torch.nn.functional import cosine_similarity
 
 from powerclip.objectives import Sparc, SparcSettings
+from powerclip.objectives.base import real_tokens
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.sparc import group_patches, sparc_loss
-from powerclip.objectives.words import real_tokens
 
 
 def literal(words, patches, real, scale):

@@ -11,7 +11,7 @@ from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, Features, build
-from powerclip.objectives import Objective, Terms
+from powerclip.objectives import Objective, Plan, Terms
 from powerclip.train.towers import Towers
 
 CONFIG = {
@@ -19,6 +19,7 @@ CONFIG = {
     "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16},
     "text_cfg": {"context_length": 40, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
+GRID = (8, 8)  # of larger_encoder
 
 
 @cache
@@ -45,6 +46,32 @@ def encode(objective: Objective, encoder: DualEncoder, batch: Batch) -> Features
 def terms_of(objective: Objective, encoder: DualEncoder, batch: Batch) -> Terms:
     """The loss of a batch."""
     return objective.loss(encode(objective, encoder, batch), batch)
+
+
+def larger_encoder(seed: int = 0) -> DualEncoder:
+    """An encoder with GRID patches."""
+    torch.manual_seed(seed)
+    return build(config={**CONFIG, "vision_cfg": {**CONFIG["vision_cfg"], "image_size": 64}}).train()
+
+
+def noise_images(count: int = 6) -> torch.Tensor:
+    """Images for `larger_encoder`."""
+    return torch.randn(count, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def planned(objective: Objective, images: torch.Tensor, encoder: DualEncoder | None = None) -> Plan:
+    """What the objective does with images; the same is drawn each time."""
+    return Towers(objective, encoder or larger_encoder()).plan(images, torch.Generator().manual_seed(0))
+
+
+def visible(plan: Plan) -> list[set[int]]:
+    """The patches that each image shows."""
+    return [set(row[show].tolist()) for row, show in zip(plan.kept, plan.shown, strict=True)]
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Uniform numbers."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def features(count: int, seed: int = 0) -> Features:

@@ -1,18 +1,102 @@
-"""Cluster masking: a few anchors are drawn, and the patches that look like one of them go with it.
+"""Cluster masking, as E-CLIP and CLIP-PGS do it: a few anchors are drawn, and the patches like one of them are masked.
 
-Axes: C images · N patches · A anchors · n patches that stay
+Wei et al., "Efficient Vision-Language Pre-training by Cluster Masking", CVPR 2024.
+
+Axes: C images · N patches · A anchors · n patches that stay · D width
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.encoders.selector import Selection
+from powerclip.encoders.selector import PatchContext, Selection
+from powerclip.encoders.vision import embed_image
+from powerclip.objectives.base import Plan
+from powerclip.objectives.clip import Clip
 from powerclip.runtime.distributed import SINGLE, Ranks
 
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder
+    from powerclip.objectives.clip_pgs import ClipPgsSettings
+    from powerclip.objectives.e_clip import EClipSettings
+
+# Images whose similarities, N² each, are formed at a time: 160 MB for 196 patches.
+BLOCK = 1024
 # The threshold is known to 2^-24 of the range of the scores: below that float32 does not tell patches apart.
 SEARCH_STEPS = 24
+
+
+class MaskedClip(Clip):
+    """CLIP's loss of images without some of their clusters."""
+
+    settings: EClipSettings | ClipPgsSettings
+
+    def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
+        """Two numbers for each patch: for the anchors, and for what is dropped."""
+        return 2, encoder.grid[0] * encoder.grid[1]
+
+    def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
+        """Choose the patches that stay; one threshold for the images of all ranks."""
+        near, protected = [], []
+        for some, drawn in zip(images.split(BLOCK), noise[:, 0].split(BLOCK), strict=True):
+            _, patches = embed_image(encoder.clip.visual, some)
+            similar, spared = self.score_patches(PatchContext(some, patches), encoder.grid, drawn)
+            near.append(similar)
+            protected += [] if spared is None else [spared]
+        chosen = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
+        return Plan(kept=chosen.kept, shown=chosen.shown)
+
+    def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = SINGLE) -> Selection:
+        """The patches that are far from every anchor."""
+        settings = self.settings
+        return mask_near(
+            near,
+            noise,
+            kept_count(near.shape[1], settings.least),
+            ratio=settings.ratio,
+            threshold=settings.threshold,
+            protected=protected,
+            ranks=ranks,
+        )
+
+    @abstractmethod
+    def score_patches(
+        self, context: PatchContext, grid: tuple[int, int], noise: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw anchors by `noise` [C, N]; each patch's similarity [C, N] to the nearest, and which are spared."""
+
+
+def split_patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The pixels of each patch [C, N, 3·h·w] of images [C, 3, H, W]; patch (r, c) has index r · columns + c."""
+    rows, columns = grid
+    count, channels, height, width = images.shape
+    h, w = height // rows, width // columns
+    cells = images.reshape(count, channels, rows, h, columns, w)
+    return cells.permute(0, 2, 4, 1, 3, 5).reshape(count, rows * columns, channels * h * w)
+
+
+def pixel_similarity(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Cosines [C, N, N] between patches whose pixels have mean 0 and deviation 1 within each patch."""
+    pixels = split_patches(images.float(), grid)
+    variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
+    return _cosines((pixels - mean) / (variance + 1e-6).sqrt())
+
+
+def embedding_similarity(patches: Tensor) -> Tensor:
+    """Cosines [C, N, N] between embedded patches [C, N, D]."""
+    return _cosines(patches.float())
+
+
+def _cosines(vectors: Tensor) -> Tensor:
+    # In float32 wherever it is called: bf16 would tie patches that a threshold has to tell apart.
+    with torch.autocast(vectors.device.type, enabled=False):
+        unit = F.normalize(vectors, dim=-1)
+        return unit @ unit.transpose(1, 2)
 
 
 def anchor_count(patches: int, share: float) -> int:

@@ -1,4 +1,4 @@
-"""Ways to choose patches: each does what its description says, patch by patch."""
+"""Cluster masking: similar patches go together, as many as were asked for; E-CLIP, which masks by them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_batches import encode, larger_encoder, noise_images, planned, rand, tiny_batch, tiny_encoder, visible
 from torch.nn.functional import cosine_similarity
 
-from powerclip.objectives.selection import (
+from powerclip.objectives import ClipPgs, EClip, EClipSettings, build_objective
+from powerclip.objectives.cluster_masking import (
     anchor_count,
     anchor_similarity,
-    balance,
     draw_anchors,
-    edge_strength,
     embedding_similarity,
-    kept_cells,
     kept_count,
     mask_near,
     pixel_similarity,
-    resample_scores,
     search_threshold,
-    select_attentive,
     split_patches,
 )
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 # ---- similarity ------------------------------------------------------------------------------------------------------
 
@@ -152,95 +144,63 @@ def test_clusters_of_the_whole_batch_are_half_of_it_but_images_differ():
     assert shares.std() > 0.005
 
 
-# ---- transport -------------------------------------------------------------------------------------------------------
+# ---- objectives ------------------------------------------------------------------------------------------------------
 
 
-def literal_sinkhorn(similarity, epsilon):
-    plan = (similarity.double() / epsilon).exp()
-    for _ in range(2000):
-        plan = plan / plan.sum(2, keepdim=True)
-        plan = plan / plan.sum(1, keepdim=True)
-    return plan
+@pytest.mark.parametrize(("name", "most"), [("flip", 8), ("e_clip", 11), ("clip_pgs", 11), ("a_clip", 8)])
+def test_the_transformer_gets_fewer_patches(name, most):
+    encoder, batch = tiny_encoder(), tiny_batch(6)
+    objective = build_objective(name, settings={"hidden": 8} if name == "a_clip" else {})
+    objective.attach(encoder)
+    lengths = []
+    encoder.clip.visual.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    found = encode(objective, encoder, batch)
+    assert lengths == [1 + most]  # of 16
+    assert found.kept.shape == (6, most)
+    terms = objective.loss(found, batch)
+    terms.total.backward()
+    assert encoder.clip.visual.proj.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 0.5])
-def test_a_balanced_similarity_is_sinkhorns_plan(epsilon):
-    similarity = embedding_similarity(rand(3, 20, 6) - 0.4)
-    plan = balance(similarity, epsilon, iterations=50)
-    torch.testing.assert_close(plan.sum(1), torch.ones(3, 20), atol=1e-3, rtol=0)
-    torch.testing.assert_close(plan.sum(2), torch.ones(3, 20), atol=1e-3, rtol=0)
-    torch.testing.assert_close(plan.double(), literal_sinkhorn(similarity, epsilon), atol=1e-3, rtol=0)
+@pytest.mark.parametrize("objective", [EClip(EClipSettings(embedding=True)), ClipPgs()], ids=["e_clip", "clip_pgs"])
+def test_similarities_take_no_gradient(monkeypatch, objective):
+    score_patches, near = objective.score_patches, []
+
+    def watched(*arguments):
+        near.append(score_patches(*arguments)[0])
+        return score_patches(*arguments)
+
+    monkeypatch.setattr(objective, "score_patches", watched)
+    planned(objective, noise_images(4).requires_grad_())
+    assert len(near) == 1
+    assert not near[0].requires_grad
 
 
-def test_balance_takes_from_the_patch_that_is_like_everything():
-    similarity = torch.full((1, 6, 6), 0.1) + 0.9 * torch.eye(6)
-    similarity[0, 0, 1:] = similarity[0, 1:, 0] = 0.8  # a hub
-    similarity[0, 1, 2] = similarity[0, 2, 1] = 0.8  # and a true pair
-    plan = balance(similarity)[0]
-    assert plan[1, 2] > 1.1 * plan[1, 0]  # equally similar before
+def test_e_clip_masks_by_pixels_unless_told_otherwise():
+    objective = EClip()
+    objective.progress(9, 10)
+    one, other = (visible(planned(objective, noise_images(), larger_encoder(seed))) for seed in (0, 1))
+    assert one == other
 
 
-# ---- edges -----------------------------------------------------------------------------------------------------------
+def test_e_clip_moves_from_pixels_to_embeddings_when_told_so():
+    objective = EClip(EClipSettings(embedding=True))
+    expected = visible(planned(EClip(), noise_images()))
+    found = []
+    for step in (0, 10):
+        objective.progress(step, 10)
+        found.append(visible(planned(objective, noise_images())))
+    assert found[0] == expected
+    assert found[1] != expected
 
 
-def test_edges_are_sobels_of_the_patch_means():
-    images = rand(2, 3, 10, 15)
-    means = [[float(images[1, :, 2 * r : 2 * r + 2, 3 * c : 3 * c + 3].mean()) for c in range(5)] for r in range(5)]
-
-    def at(r: int, c: int) -> float:
-        return means[min(max(r, 0), 4)][min(max(c, 0), 4)]
-
-    raw = []
-    for r in range(5):
-        for c in range(5):
-            across = sum(w * (at(r + d, c + 1) - at(r + d, c - 1)) for d, w in ((-1, 1), (0, 2), (1, 1)))
-            down = sum(w * (at(r + 1, c + d) - at(r - 1, c + d)) for d, w in ((-1, 1), (0, 2), (1, 1)))
-            raw.append((across**2 + down**2) ** 0.5)
-    expected = torch.tensor([(value - min(raw)) / (max(raw) - min(raw)) for value in raw])
-    torch.testing.assert_close(edge_strength(images, (5, 5))[1], expected, atol=1e-4, rtol=0)
+def test_e_clip_masks_half_of_all_patches_and_a_third_of_each_image():
+    chosen = planned(EClip(EClipSettings(least=0.3)), noise_images(40))
+    assert chosen.kept.shape == (40, 44)
+    assert chosen.shown.float().sum() / (40 * 64) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_step_is_an_edge_and_the_border_is_none():
-    image = torch.zeros(1, 3, 16, 16)
-    image[..., 8:] = 1
-    found = edge_strength(image, (4, 4))[0].view(4, 4)
-    assert (found[:, 1:3] > 0.9).all()
-    assert (found[:, [0, 3]] == 0).all()
-    assert (edge_strength(torch.ones(1, 3, 16, 16), (4, 4)) == 0).all()
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
-def test_half_of_the_cells_of_a_grid_of_14_are_100_patches():
-    assert kept_cells((14, 14), 0.5, 2) == 25
-    assert select_attentive(rand(2, 196), (14, 14)).shape == (2, 100)
-
-
-def test_the_best_cells_stay_whole():
-    scores = rand(3, 24)
-    kept = select_attentive(scores, (4, 6), keep=0.5, cell=2)
-    assert kept.shape == (3, 12)
-    assert (kept.diff(dim=1) > 0).all()
-    for c in range(3):
-        cells = {
-            (r, k): sum(float(scores[c, (2 * r + y) * 6 + 2 * k + x]) for y in (0, 1) for x in (0, 1))
-            for r in range(2)
-            for k in range(3)
-        }
-        best = sorted(cells, key=lambda cell: cells[cell])[-3:]
-        expected = {(2 * r + y) * 6 + 2 * k + x for r, k in best for y in (0, 1) for x in (0, 1)}
-        assert set(kept[c].tolist()) == expected
-
-
-def test_scores_stay_where_they_are_when_the_crop_is_the_same():
-    scores, crop = rand(2, 24), torch.tensor([[0.1, 0.2, 0.7, 0.9]]).expand(2, -1)
-    torch.testing.assert_close(resample_scores(scores, (4, 6), crop, crop), scores)
-
-
-def test_scores_move_with_the_crop():
-    ramp = torch.arange(8.0).repeat(8, 1)  # column c of 8 over the whole image: its middle is at (c + ½) / 8
-    whole, right = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.5, 0.25, 0.9, 0.75]])
-    found = resample_scores(ramp.flatten().unsqueeze(0), (8, 8), whole, right).view(8, 8)
-    middles = 0.5 + 0.4 * (torch.arange(8) + 0.5) / 8
-    torch.testing.assert_close(found, (middles * 8 - 0.5).repeat(8, 1), atol=1e-4, rtol=0)
+def test_a_fixed_threshold_replaces_the_search():
+    assert planned(EClip(EClipSettings(threshold=1.1)), noise_images()).shown.all()
+    # Everything is masked: one patch is shown all the same.
+    assert (planned(EClip(EClipSettings(threshold=-1.1)), noise_images()).shown.sum(1) == 1).all()
