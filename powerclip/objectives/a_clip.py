@@ -1,4 +1,4 @@
-"""A-CLIP: CLIP on the patches that a slowly moving copy of the image tower looks at, two views and self-supervision.
+"""A-CLIP: CLIP on the patches that a moving average of the image tower attends to, two views and self-supervision.
 
 Yang et al., "Attentive Mask CLIP", ICCV 2023.
 
@@ -10,6 +10,10 @@ to each view. Scores are pooled 2 × 2 and the best half of the cells stays (25 
 are heads on the class token: z for SimCLR (τ = 0.1), p a prediction (BYOL) of t, which is the teacher's.
 
 Defaults: crops of 0.5 to 1 of the area; momentum 0.996 → 1 by a cosine; patch embedding frozen; heads of width 4,096.
+
+A crop is x0, y0, x1, y1 in units of the image [C, 4], as `powerclip.data.crops` draws it.
+
+Axes: C images · N patches · n patches that stay · P width of what a head gives · D width of what it reads
 """
 
 from __future__ import annotations
@@ -30,11 +34,8 @@ from powerclip.encoders.dual import project
 from powerclip.encoders.features import Features, ImageFeatures
 from powerclip.encoders.vision import forward_image
 from powerclip.errors import UserError
-from powerclip.objectives.attentive import resample_scores, select_attentive
 from powerclip.objectives.base import Objective, Plan, Terms
-from powerclip.objectives.batch_norm import batch_norm
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.views import cover, take_crops
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Share, validate
 
@@ -75,7 +76,32 @@ register_dataclass(TwoViews)
 
 
 def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = SINGLE) -> Tensor:
-    """NT-Xent of C pairs of views [C, P]: each view's positive is the other, all 2C − 2 others are negatives."""
+    """SimCLR's NT-Xent: each view's positive is the other view, the 2C − 2 views of other images are negatives.
+
+        L = mean over views a of −log [ exp(⟨ẑ_a, ẑ_a'⟩ / τ) / Σ_{b ≠ a} exp(⟨ẑ_a, ẑ_b⟩ / τ) ],   a' the other view of a
+
+    Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020, Eq. 1.
+
+    Args:
+        one: [C, P] the first views; normalised here.
+        other: [C, P] the second views.
+        temperature: τ.
+        ranks: the ranks that have the other images of the batch.
+
+    Raises:
+        ValueError: the views are not of one shape.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.a_clip import simclr_loss
+        >>> one, other = torch.eye(4), torch.eye(4)
+        >>> simclr_loss(one, other, temperature=0.1)
+        tensor(0.0003)
+        >>> simclr_loss(one, other.roll(1, dims=0), temperature=0.1)  # each view's positive is another image
+        tensor(10.0003)
+    """
+    if one.shape != other.shape:
+        raise ValueError(f"views {list(one.shape)} and {list(other.shape)} are no pairs")
     one, other = (F.normalize(view.float(), dim=-1) for view in (one, other))
     views = torch.cat([ranks.gather(one), ranks.gather(other)])
     own = torch.arange(len(one), device=one.device) + ranks.rows(len(one)).start
@@ -86,7 +112,26 @@ def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = S
 
 
 def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """‖p̂ − t̂‖² = 2 − 2⟨p̂, t̂⟩, mean over predictions [C, 2, P] of targets [C, P]."""
+    """BYOL's distance of unit vectors: ‖p̂ − t̂‖² = 2 − 2⟨p̂, t̂⟩, mean over views and images.
+
+    Grill et al., "Bootstrap Your Own Latent", NeurIPS 2020, Eq. 2.
+
+    Args:
+        predicted: [C, 2, P] the student's prediction from each view.
+        target: [C, P] what the teacher gives.
+
+    Raises:
+        ValueError: predictions and targets are not of the same images and width.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.a_clip import byol_loss
+        >>> target = torch.tensor([[0.0, 3.0]])
+        >>> byol_loss(torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), target)  # one view is right, one orthogonal
+        tensor(1.)
+    """
+    if predicted[:, 0].shape != target.shape:
+        raise ValueError(f"predictions {list(predicted.shape)} do not fit targets {list(target.shape)}")
     return (2 - 2 * F.cosine_similarity(predicted.float(), target.float().unsqueeze(1), dim=-1)).mean()
 
 
@@ -196,6 +241,63 @@ class AClip(Objective):
         torch._foreach_lerp_(teacher, student, 1 - self.momentum)
 
 
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+
+def cover(one: Tensor, other: Tensor) -> Tensor:
+    """The smallest crops [C, 4] that hold two others."""
+    return torch.cat([torch.minimum(one[:, :2], other[:, :2]), torch.maximum(one[:, 2:], other[:, 2:])], dim=1)
+
+
+def take_crops(images: Tensor, crops: Tensor) -> Tensor:
+    """The crops [C, 4] of images [C, 3, H, W], resized to their size, bilinear."""
+    x0, y0, x1, y1 = crops.unbind(dim=1)
+    zero = torch.zeros_like(x0)
+    # From −1 … 1 in the crop to −1 … 1 in the image.
+    across = torch.stack([x1 - x0, zero, x0 + x1 - 1], dim=1)
+    down = torch.stack([zero, y1 - y0, y0 + y1 - 1], dim=1)
+    grid = F.affine_grid(torch.stack([across, down], dim=1), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+# ---- patches that stay -----------------------------------------------------------------------------------------------
+
+
+def resample_scores(scores: Tensor, grid: tuple[int, int], seen: Tensor, wanted: Tensor) -> Tensor:
+    """Scores [C, N] of the patches of one crop at the patches of another, bilinear.
+
+    `seen` [C, 4] is the crop that the scores belong to and `wanted` [C, 4] the other: x0, y0, x1, y1 in one frame.
+    """
+    rows, columns = grid
+    size = seen[:, 2:] - seen[:, :2]
+    start, end = (wanted[:, :2] - seen[:, :2]) / size, (wanted[:, 2:] - seen[:, :2]) / size  # [C, 2], 0 to 1 in `seen`
+    x, y = ((torch.arange(n, device=scores.device, dtype=torch.float32) + 0.5) / n for n in (columns, rows))
+    x = start[:, :1] + x * (end - start)[:, :1]
+    y = start[:, 1:] + y * (end - start)[:, 1:]
+    at = torch.stack([x.unsqueeze(1).expand(-1, rows, -1), y.unsqueeze(2).expand(-1, -1, columns)], dim=-1) * 2 - 1
+    image = scores.float().unflatten(1, grid).unsqueeze(1)
+    return F.grid_sample(image, at, mode="bilinear", padding_mode="border", align_corners=False).flatten(1)
+
+
+def kept_cells(grid: tuple[int, int], keep: float, cell: int) -> int:
+    """How many cells of `cell` × `cell` patches a share is, rounded up: half of 7 × 7 are 25."""
+    return max(1, math.ceil((grid[0] // cell) * (grid[1] // cell) * keep - 1e-6))
+
+
+def select_attentive(scores: Tensor, grid: tuple[int, int], keep: float = 0.5, cell: int = 2) -> Tensor:
+    """Indices [C, n] of the patches of the best cells, for patch scores [C, N]; the grid divides into whole cells."""
+    cells = F.avg_pool2d(scores.float().unflatten(1, grid).unsqueeze(1), cell).flatten(1)
+    best = cells.topk(kept_cells(grid, keep, cell), dim=1).indices
+    row, column = best // (grid[1] // cell) * cell, best % (grid[1] // cell) * cell
+    corner = row * grid[1] + column  # [C, cells]
+    step = torch.arange(cell, device=scores.device)
+    inside = (step.unsqueeze(1) * grid[1] + step).flatten()
+    return (corner.unsqueeze(-1) + inside).flatten(1).sort(dim=1).values
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
 def _head(width: int, hidden: int, output: int, layers: int = 2) -> nn.Sequential:
     """A perceptron with batch norm between its layers: SimCLR's has three, BYOL's have two without biases."""
     plain = layers == 2
@@ -210,3 +312,32 @@ def _run_head(head: nn.Module, values: Tensor, ranks: Ranks) -> Tensor:
     for module in head.children():
         values = batch_norm(module, values, ranks) if isinstance(module, nn.BatchNorm1d) else module(values)
     return values
+
+
+def batch_norm(module: nn.BatchNorm1d, values: Tensor, ranks: Ranks) -> Tensor:
+    """What `module` would give for these rows [C, D] among those of all ranks, the same number on each.
+
+    torch's own synchronised batch norm has no CPU version.
+    """
+    if ranks.is_single or not module.training:
+        return module(values)  # type: ignore[no-any-return]
+    with torch.autocast(values.device.type, enabled=False):
+        rows = values.float()
+        # The mean first, then the deviations from it: the difference of two large sums would lose digits.
+        mean = ranks.mean(rows.mean(0))
+        variance = ranks.mean((rows - mean).square().mean(0))
+        _update_statistics(module, mean.detach(), variance.detach(), len(rows) * ranks.count)
+        normal = (rows - mean) * (variance + module.eps).rsqrt()
+        if module.affine:
+            normal = normal * module.weight + module.bias
+        return normal.to(values.dtype)
+
+
+def _update_statistics(module: nn.BatchNorm1d, mean: Tensor, variance: Tensor, count: int) -> None:
+    """Move the running statistics as the module does: by the variance without bias."""
+    if module.running_mean is None or module.running_var is None or module.num_batches_tracked is None:
+        return
+    module.num_batches_tracked += 1
+    momentum = 0.1 if module.momentum is None else module.momentum
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+    module.running_var.lerp_((variance * count / (count - 1)).to(module.running_var.dtype), momentum)

@@ -22,10 +22,30 @@ if TYPE_CHECKING:
 
 
 def clip_loss(image: Tensor, text: Tensor, scale: Tensor, ranks: Ranks = SINGLE) -> Tensor:
-    """The contrastive loss of C matched, normalised embeddings [C, D].
+    """The contrastive loss of C matched pairs, as the equation above says.
 
     Each of several ranks contrasts its images with all captions and its captions with all images.
+
+    Args:
+        image: [C, D] normalised embeddings; row i is matched with row i of `text`.
+        text: [C, D] normalised embeddings.
+        scale: s, a scalar: the inverse of the temperature.
+        ranks: the ranks that have the other pairs of the batch.
+
+    Raises:
+        ValueError: images and captions are not of one number and one width.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.clip import clip_loss
+        >>> scale = torch.tensor(2.0)
+        >>> clip_loss(torch.eye(2), torch.eye(2), scale)  # each image is like its own caption alone
+        tensor(0.1269)
+        >>> clip_loss(torch.eye(2), torch.eye(2).flip(0), scale)  # and here like the other one
+        tensor(2.1269)
     """
+    if image.shape != text.shape:
+        raise ValueError(f"images {list(image.shape)} and captions {list(text.shape)} are no pairs")
     image, text, scale = image.float(), text.float(), scale.float()
     to_text = scale * image @ ranks.gather(text).T
     to_image = to_text.T if ranks.is_single else scale * text @ ranks.gather(image).T

@@ -48,7 +48,27 @@ class ClipPgsSettings:
 
 
 class ClipPgs(MaskedClip):
-    """CLIP's loss of images without some of their clusters, edges spared."""
+    """CLIP's loss of images without some of their clusters, edges spared.
+
+    Args:
+        settings: how many anchors there are, how much is masked and what an edge is.
+
+    Raises:
+        ValueError: a setting is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.clip_pgs import balance, edge_strength
+        >>> image = torch.zeros(1, 3, 4, 4)
+        >>> image[..., 2:] = 1.0  # dark on the left, bright on the right
+        >>> edge_strength(image, grid=(1, 4)).round(decimals=2)  # of four patches in a row, those in the middle
+        tensor([[0., 1., 1., 0.]])
+        >>> similarity = torch.tensor([[[1.0, 0.8, 0.8], [0.8, 1.0, 0.1], [0.8, 0.1, 1.0]]])
+        >>> balance(similarity).round(decimals=2)  # the first patch is like everything, and gets less for it
+        tensor([[[0.7800, 0.1100, 0.1100],
+                 [0.1100, 0.8900, 0.0000],
+                 [0.1100, 0.0000, 0.8900]]])
+    """
 
     def __init__(self, settings: ClipPgsSettings | None = None) -> None:
         super().__init__()

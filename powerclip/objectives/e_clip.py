@@ -43,7 +43,29 @@ class EClipSettings:
 
 
 class EClip(MaskedClip):
-    """CLIP's loss of images without some of their clusters."""
+    """CLIP's loss of images without some of their clusters.
+
+    Args:
+        settings: how many anchors there are and how much is masked.
+
+    Raises:
+        ValueError: a setting is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.encoders import PatchContext
+        >>> from powerclip.objectives import EClip, EClipSettings
+        >>> flat, stripes = torch.ones(3, 2, 2), torch.tensor([1.0, -1.0]).expand(3, 2, 2)
+        >>> image = torch.cat([stripes, flat, stripes], dim=2).unsqueeze(0)  # three patches in a row
+        >>> noise = torch.tensor([[0.1, 0.8, 0.9]])  # the least is the anchor: the first patch
+        >>> objective = EClip(EClipSettings(threshold=0.9, least=0.0))
+        >>> near, _ = objective.score_patches(PatchContext(image, patches=None), grid=(1, 3), noise=noise)
+        >>> near  # the anchor itself, a patch unlike it and one like it
+        tensor([[   inf, 0.0000, 1.0000]])
+        >>> chosen = objective.choose(near, protected=None, noise=noise)
+        >>> chosen.kept[chosen.shown]
+        tensor([1])
+    """
 
     def __init__(self, settings: EClipSettings | None = None) -> None:
         super().__init__()

@@ -51,11 +51,33 @@ def filip_loss(
     ranks: Ranks = SINGLE,
     lengths: Sequence[int] = (),
 ) -> Tensor:
-    """The loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D], matched pairs on the diagonal.
+    """The loss of late interaction, L_local above.
 
-    Of several ranks each has its own pairs; it meets its images with the captions of all. `lengths`, where the host
-    knows them, are the tokens of each caption: then less padding is compared.
+    Each of several ranks has its own pairs, and compares its images with the captions of all.
+
+    Args:
+        words: [C, L, D] tokens; normalised here. What `real` leaves out may be anything, even NaN.
+        patches: [C, N, D]; row i is matched with row i of `words`.
+        real: [C, L] bool, the tokens that count; at least one in each caption.
+        scale: c, a scalar.
+        ranks: the ranks that have the other pairs of the batch.
+        lengths: tokens of each caption at most, where the host knows them: then less padding is compared.
+
+    Raises:
+        ValueError: images, captions and mask are not of the same pairs, or there is not one length for each caption.
+        RuntimeError: captions are longer than `lengths` say.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.filip import filip_loss
+        >>> words = torch.tensor([[[1.0, 0.0], [9.0, 9.0]], [[0.0, 1.0], [9.0, 9.0]]])  # the second token is padding
+        >>> patches = torch.tensor([[[2.0, 0.0]], [[0.0, 3.0]]])
+        >>> real = torch.tensor([[True, False], [True, False]])
+        >>> filip_loss(words, patches, real, scale=torch.tensor(2.0))
+        tensor(0.1269)
     """
+    if len(patches) != len(words) or real.shape != words.shape[:2]:
+        raise ValueError(f"{len(patches)} images, tokens {list(words.shape[:2])}, mask {list(real.shape)}: no pairs")
     # Normalised in float32, multiplied in the towers' precision: at bf16 the products are ten times cheaper, and each
     # similarity is a mean over many.
     unit_words = F.normalize(torch.where(real.unsqueeze(-1), words.float(), 0.0), dim=-1).to(words.dtype)

@@ -38,7 +38,24 @@ class FlipSettings:
 
 
 class Flip(Clip):
-    """CLIP's loss of masked images."""
+    """CLIP's loss of masked images.
+
+    Args:
+        settings: how many patches stay, and how long whole images are seen at the end.
+
+    Raises:
+        ValueError: a setting is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives import Flip, FlipSettings
+        >>> objective = Flip(FlipSettings(keep=0.5, tuning=0.1))
+        >>> noise = torch.tensor([[0.9, 0.1, 0.5, 0.3]])  # a number for each of four patches
+        >>> objective.plan(encoder=None, images=None, noise=noise).kept
+        tensor([[0, 2]])
+        >>> objective.phase(step=95, steps=100)  # whole images, at a hundredth of the learning rate
+        Phase(start=90, end=100, rate=0.01)
+    """
 
     def __init__(self, settings: FlipSettings | None = None) -> None:
         super().__init__()

@@ -30,7 +30,48 @@ if TYPE_CHECKING:
 
 
 class PowerClip(Objective):
-    """CLIP's loss and the alignment loss, weighted."""
+    """CLIP's loss and the alignment loss, weighted.
+
+    Args:
+        config: the settings of the alignment; those that learn by default.
+
+    Raises:
+        ValueError: a setting is out of its range, or does not go with another.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.alignment.config import AlignmentConfig
+        >>> from powerclip.data.batch import Batch
+        >>> from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+        >>> from powerclip.data.trees import parse_bracketed
+        >>> from powerclip.encoders import Features
+        >>> from powerclip.objectives import PowerClip
+        >>> captions = ["a dog on a chair", "two cats"]
+        >>> brackets = ["(NP (NP a dog) (PP on (NP a chair)))", "(NP two cats)"]
+        >>> tokenizer = CaptionTokenizer()
+        >>> tokenized = [tokenizer.encode(caption) for caption in captions]
+        >>> tokens = tokenizer.pad([caption.ids for caption in tokenized])
+        >>> trees = [parse_bracketed(text, caption) for text, caption in zip(brackets, captions)]
+        >>> regions = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)  # two on a grid of 2 × 2 patches
+        >>> batch = Batch(
+        ...     images=torch.zeros(2, 3, 32, 32),
+        ...     tokens=tokens,
+        ...     regions=regions.expand(2, -1, -1),
+        ...     phrases=pack_phrases(trees, tokenized, tokens.shape[1]),
+        ...     keys=["dog", "cats"],
+        ... )
+        >>> _ = torch.manual_seed(0)
+        >>> features = Features(
+        ...     image=torch.eye(2, 8),
+        ...     patches=torch.randn(2, 4, 8),
+        ...     text=torch.eye(2, 8),
+        ...     words=torch.randn(2, tokens.shape[1], 8),
+        ...     logit_scale=torch.tensor(10.0),
+        ... )
+        >>> terms = PowerClip(AlignmentConfig(weight=0.5)).loss(features, batch)
+        >>> torch.equal(terms.total, terms.parts["clip"] + 0.5 * terms.parts["alignment"])
+        True
+    """
 
     def __init__(self, config: AlignmentConfig | None = None):
         super().__init__()

@@ -54,7 +54,30 @@ def group_patches(words: Tensor, patches: Tensor) -> Tensor:
 
 
 def sparc_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor) -> Tensor:
-    """The local loss of words [C, L, D], those of `real` [C, L], and patches [C, N, D]."""
+    """The local loss, L_local above: a mean over pairs, and so over ranks.
+
+    Args:
+        words: [C, L, D] tokens. What `real` leaves out may be anything, even NaN.
+        patches: [C, N, D]; row i is matched with row i of `words`.
+        real: [C, L] bool, the tokens that count; at least one in each caption.
+        scale: c, a scalar.
+
+    Raises:
+        ValueError: images, captions and mask are not of the same pairs.
+
+    Example:
+        >>> import torch
+        >>> from powerclip.objectives.sparc import sparc_loss
+        >>> words = torch.eye(2).unsqueeze(0)  # one caption of two tokens
+        >>> patches = 3 * torch.eye(2).unsqueeze(0)  # each has a patch of its own
+        >>> real = torch.ones(1, 2, dtype=torch.bool)
+        >>> sparc_loss(words, patches, real, scale=torch.tensor(2.0))
+        tensor(0.1269)
+        >>> sparc_loss(words, torch.ones(1, 2, 2), real, scale=torch.tensor(2.0))  # patches that tell nothing
+        tensor(0.6931)
+    """
+    if len(patches) != len(words) or real.shape != words.shape[:2]:
+        raise ValueError(f"{len(patches)} images, tokens {list(words.shape[:2])}, mask {list(real.shape)}: no pairs")
     words = torch.where(real.unsqueeze(-1), words.float(), 0.0)  # padding may hold NaN
     grouped = group_patches(words, patches.float())
     logits = scale * F.normalize(grouped, dim=-1) @ F.normalize(words, dim=-1).transpose(1, 2)  # [C, L, L]

@@ -10,10 +10,17 @@ from tiny_batches import CONFIG, encode, rand, terms_of, tiny_batch, tiny_encode
 from powerclip.encoders import build
 from powerclip.errors import UserError
 from powerclip.objectives import AClip, AClipSettings
-from powerclip.objectives.a_clip import TwoViews, byol_loss, simclr_loss
-from powerclip.objectives.attentive import kept_cells, resample_scores, select_attentive
+from powerclip.objectives.a_clip import (
+    TwoViews,
+    byol_loss,
+    cover,
+    kept_cells,
+    resample_scores,
+    select_attentive,
+    simclr_loss,
+    take_crops,
+)
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.views import cover, take_crops
 
 
 def attached(encoder=None, **settings):
@@ -74,6 +81,13 @@ def test_byol_is_the_squared_distance_of_unit_vectors():
     predicted, target = torch.randn(5, 2, 8), torch.randn(5, 8)
     p, t = F.normalize(predicted, dim=-1), F.normalize(target, dim=-1).unsqueeze(1)
     torch.testing.assert_close(byol_loss(predicted, target), (p - t).square().sum(-1).mean())
+
+
+def test_views_that_are_no_pairs_are_refused():
+    with pytest.raises(ValueError, match="are no pairs"):
+        simclr_loss(torch.ones(3, 8), torch.ones(2, 8), 0.1)
+    with pytest.raises(ValueError, match="do not fit"):
+        byol_loss(torch.ones(3, 2, 8), torch.ones(2, 8))
 
 
 def test_the_total_is_the_weighted_sum_of_all_three():

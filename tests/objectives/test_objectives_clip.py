@@ -44,3 +44,9 @@ def test_an_objective_is_built_by_its_name_and_a_wrong_name_is_answered():
     assert isinstance(build_objective("powerclip"), PowerClip)
     with pytest.raises(UserError, match=r"did you mean 'powerclip'\?"):
         build_objective("powrclip")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_embeddings_that_are_no_pairs_are_refused(count):
+    with pytest.raises(ValueError, match=r"images \[3, 8\] and captions \[\d, 8\] are no pairs"):
+        clip_loss(torch.ones(3, 8), torch.ones(count, 8), torch.tensor(1.0))

@@ -186,3 +186,11 @@ def test_start_and_end_of_text_take_part_or_do_not():
     assert real_tokens(tokens, True).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
     # A caption without a word keeps its end of text.
     assert real_tokens(tokens, False).int().tolist() == [[0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 0]]
+
+
+def test_patches_and_tokens_that_are_no_pairs_are_refused():
+    real = torch.ones(3, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="no pairs"):
+        filip_loss(torch.ones(3, 5, 4), torch.ones(2, 6, 4), real, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="no pairs"):
+        filip_loss(torch.ones(3, 5, 4), torch.ones(3, 6, 4), real[:, :4], torch.tensor(1.0))

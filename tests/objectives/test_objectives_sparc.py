@@ -82,3 +82,11 @@ def test_the_objective_weighs_both_losses():
 
 def test_the_default_weights_are_one_for_the_local_and_a_half_for_the_global_loss():
     assert (SparcSettings().local_weight, SparcSettings().global_weight) == (1.0, 0.5)
+
+
+def test_patches_and_tokens_that_are_no_pairs_are_refused():
+    real = torch.ones(3, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="no pairs"):
+        sparc_loss(torch.ones(3, 5, 4), torch.ones(2, 6, 4), real, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="no pairs"):
+        sparc_loss(torch.ones(3, 5, 4), torch.ones(3, 6, 4), real[:, :4], torch.tensor(1.0))

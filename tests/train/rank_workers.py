@@ -19,7 +19,7 @@ from torch import Tensor
 
 from powerclip.data.batch import Batch
 from powerclip.errors import UserError
-from powerclip.objectives.batch_norm import batch_norm
+from powerclip.objectives.a_clip import batch_norm
 from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, join_ranks
 from powerclip.train.data import make_loader
 from powerclip.train.loop import backward, share_terms, train, train_step
