@@ -13,9 +13,8 @@ where the sentence is put together again and cut by our tokeniser. Writes a JSON
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tarfile
+import sys
 import time
 from pathlib import Path
 
@@ -24,8 +23,11 @@ from measure import RESULTS, markdown, origin, run, write_result
 
 from powerclip.annotate.parsers import PARSERS, Parser, load_parser
 from powerclip.annotate.parsers.embedded import EmbeddedParser
-from powerclip.annotate.parsers.evaluation import by_genre, detokenize, evaluate, raw_score
-from powerclip.annotate.parsers.treebank import read_silver, read_treebank
+from powerclip.data.tar_index import make_index, sample_captions
+
+sys.path.append(str(Path(__file__).parents[1] / "tools" / "parser"))
+from scoring import by_genre, detokenize, evaluate, raw_score
+from treebank import read_silver, read_treebank
 
 FEW = ["a dog sitting on a red chair", "Two people standing in the middle of an empty street with a bear on a rope ."]
 
@@ -57,10 +59,10 @@ def read_captions(folder: Path) -> list[str]:
     """The raw captions of the shards; without shards, those of the trees put together again."""
     captions: list[str] = []
     for shard in sorted(folder.glob("*.tar")):
-        with tarfile.open(shard) as members:
-            for member in members:
-                file = members.extractfile(member) if member.name.endswith(".json") else None
-                captions += json.load(file)["captions"] if file else []
+        index = make_index(shard)
+        with shard.open("rb") as file:
+            samples = (sample_captions(file.fileno(), index, number) for number in range(len(index)))
+            captions += [caption for sample in samples for _, caption in sample]
     if captions:
         return captions
     return [detokenize(sentence)[0] for part in read_silver(folder / "trees.tsv.gz").values() for sentence in part]

@@ -54,7 +54,8 @@ What is not in these tables is an error that names the nearest key. In Python th
 
 def page() -> str:
     """The whole page."""
-    sections = {name: kind for name, kind in field_types(Recipe).items() if dataclasses.is_dataclass(kind)}
+    types = field_types(Recipe).items()
+    sections = {name: kind for name, kind in types if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
     parts = [INTRODUCTION, "## Top level\n", table(Recipe, leave_out=[*sections])]
     for name, kind in sections.items():
         parts += [f"## {name}\n", f"{summary(kind)}\n", table(kind)]

@@ -24,9 +24,9 @@ def test_a_mistyped_name_option_or_device_is_one_line():
         load_parser("embedded", "cpu", wieghts="x")
     with pytest.raises(UserError, match="the parser flat has no option 'weights'; it has none"):
         load_parser("flat", weights="x")
-    with pytest.raises(UserError, match="parsers have no device 'gpu'"):
+    with pytest.raises(UserError, match="--device: 'gpu' is not a device"):
         load_parser("embedded", "gpu")
-    with pytest.raises(UserError, match="device cuda:99 is not there"):
+    with pytest.raises(UserError, match="--device: cuda:99 is not there"):
         load_parser("embedded", "cuda:99")
 
 

@@ -148,7 +148,7 @@ def test_settings_out_of_range_are_refused(options):
 
 
 def test_a_device_that_is_not_there_is_refused():
-    for device, message in (("gpu", "no device is called"), ("cuda", "has no GPU")):
+    for device, message in (("gpu", "--device: 'gpu' is not a device"), ("cuda", "--device: cuda is not there")):
         if device == "cuda" and torch.cuda.is_available():
             continue
         with pytest.raises(UserError, match=message):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from powerclip.annotate.parsers.base import Fallback, FlatParser, Parsed, Parser
-from powerclip.annotate.parsers.device import choose_device
 from powerclip.errors import UserError, nearest
+from powerclip.runtime.distributed import choose_device
 
 PARSERS = ["embedded", "stanza", "benepar", "flat"]
 
@@ -28,7 +28,7 @@ def load_parser(name: str = "embedded", device: str = "auto", **options: Any) ->
         raise UserError(f"no parser is called {name!r}{nearest(name, PARSERS)}; there are {', '.join(PARSERS)}")
     if name == "flat":
         return _made(FlatParser, name, options)
-    chosen = choose_device(device)
+    chosen = str(choose_device(device, setting="--device"))
     if name == "stanza":
         from powerclip.annotate.parsers.stanza_adapter import StanzaParser
 

@@ -12,9 +12,9 @@ import torch
 
 from powerclip.annotate.parsers.base import LONGEST, Fallback, Parsed, flat
 from powerclip.annotate.parsers.english import is_english
-from powerclip.annotate.parsers.model import Decoded, Phrases, load_model
-from powerclip.annotate.parsers.tokenizer import cut
-from powerclip.annotate.parsers.treebank import CHAIN
+from powerclip.annotate.parsers.lexicon import CHAIN
+from powerclip.annotate.parsers.model import Decoded, DecodedPhrases, load_model
+from powerclip.annotate.parsers.word_tokenizer import cut
 from powerclip.data.trees import Span
 
 WEIGHTS = Path(__file__).parent / "weights" / "parser.safetensors"
@@ -47,7 +47,7 @@ class EmbeddedParser:
 
     Args:
         device: `cpu`, `cuda`, …
-        weights: another file that the training script wrote.
+        weights: another file that `tools/parser/train.py` wrote.
 
     Raises:
         UserError: the weights cannot be read.
@@ -131,7 +131,7 @@ def _reason(caption: str, words: int, tokens: int) -> Fallback | None:
     return None if is_english(caption) else "not English"
 
 
-def _read(group: list[_Sentence], phrases: Phrases, labels: list[str]) -> Iterator[Parsed]:
+def _read(group: list[_Sentence], phrases: DecodedPhrases, labels: list[str]) -> Iterator[Parsed]:
     """Phrases over tokens, in pre-order, as phrases over characters."""
     sentence = np.repeat(np.arange(len(group)), np.diff(phrases.bounds))
     counts = np.array([len(one.tokens) for one in group])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from powerclip.annotate.parsers.features import BEGIN, END, SPECIAL, UNKNOWN, hashed, normalise
-from powerclip.annotate.parsers.treebank import CHAIN, Sentence
+from powerclip.annotate.parsers.word_features import BEGIN, END, UNKNOWN, hashed, normalise
 
-_RARE_WORD = 2  # occurrences that make a word known
-_RARE_LABEL = 10  # occurrences that make a unary chain a label of its own
+CHAIN = "+"  # between the labels of a unary chain, the highest first: (S (VP …)) is S+VP
 
 
 class Lexicon:
@@ -25,18 +22,6 @@ class Lexicon:
         self._vocabulary = {word: row for row, word in enumerate(self.words)}
         self._label = {label: row for row, label in enumerate(self.labels)}
         self.clear()
-
-    @staticmethod
-    def of(sentences: Iterable[Sentence], buckets: int) -> Lexicon:
-        """The words that occur more than once and the labels of `sentences`."""
-        words: Counter[str] = Counter()
-        labels: Counter[str] = Counter()
-        for sentence in sentences:
-            words.update(normalise(word).lower() for word in sentence.words)
-            labels.update(label for _, _, label in sentence.spans)
-        known = sorted(word for word, count in words.items() if count >= _RARE_WORD)
-        kept = sorted(label for label, count in labels.items() if count >= _RARE_LABEL or CHAIN not in label)
-        return Lexicon([*SPECIAL, *known], kept, buckets)
 
     def clear(self) -> None:
         """Forget the words met: the begin and end marks stay, as rows 0 and 1."""

@@ -29,7 +29,7 @@ Integers = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
-class Phrases:
+class DecodedPhrases:
     """The phrases of some sentences, sentence by sentence and in pre-order, as parallel arrays."""
 
     sentences: Integers  # numbers of the sentences, as they were given
@@ -65,7 +65,7 @@ class ParserModel:
         self._vectors = torch.zeros(1024, width, device=self.device)
         self._computed = 0
 
-    def phrases(self, sentences: Sequence[Sequence[str]]) -> Iterator[Phrases]:
+    def phrases(self, sentences: Sequence[Sequence[str]]) -> Iterator[DecodedPhrases]:
         """The best trees of `sentences`, none of them empty: those of about the same length together."""
         return self.collect(self.submit(sentences))
 
@@ -92,7 +92,7 @@ class ParserModel:
                 started.append(Decoded(group, length, _to_cpu(phrase), _to_cpu(label)))
         return started
 
-    def collect(self, started: list[Decoded]) -> Iterator[Phrases]:
+    def collect(self, started: list[Decoded]) -> Iterator[DecodedPhrases]:
         """What `submit` has started."""
         if self.device.type == "cuda" and started:
             torch.cuda.current_stream(self.device).synchronize()
@@ -155,14 +155,14 @@ def _to_cpu(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def _collect(decoded: Decoded) -> Phrases:
+def _collect(decoded: Decoded) -> DecodedPhrases:
     cpu = torch.device("cpu")
     order = _preorder(decoded.length, cpu)
     firsts, ends = (edge[order].numpy() for edge in cell_edges(decoded.length, cpu))
     sentence, at = np.nonzero(decoded.phrase.numpy())
     bounds = np.searchsorted(sentence, np.arange(len(decoded.sentences) + 1))
     labels = decoded.label.numpy()[sentence, at].astype(np.int64)
-    return Phrases(np.array(decoded.sentences), bounds, firsts[at], ends[at], labels)
+    return DecodedPhrases(np.array(decoded.sentences), bounds, firsts[at], ends[at], labels)
 
 
 def save_model(path: Path, network: SpanNetwork, lexicon: Lexicon) -> None:
@@ -183,7 +183,7 @@ def load_model(path: Path, device: torch.device) -> ParserModel:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise UserError(f"parser weights {path} are not there; train them with python -m {__package__}.training")
+        raise UserError(f"parser weights {path} are not there; tools/parser/train.py in a checkout trains them")
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["parser"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
 from powerclip.errors import UserError, nearest
+from powerclip.runtime.distributed import choose_device
 
 SEGMENTERS = ["superpixels", "mobile_sam", "sam2", "coco"]
 
@@ -49,10 +50,12 @@ def load_segmenter(
     if name == "mobile_sam":
         from powerclip.annotate.segmenters.mobile_sam import MobileSam
 
-        return MobileSam(None if weights is None else Path(weights), _device(device), **options)
+        return MobileSam(
+            None if weights is None else Path(weights), choose_device(device, setting="--device"), **options
+        )
     from powerclip.annotate.segmenters.sam2 import Sam2
 
-    return Sam2(weights, _device(device), **options)
+    return Sam2(weights, choose_device(device, setting="--device"), **options)
 
 
 def _check(name: str, options: dict[str, Any], takes: type | None = None) -> None:
@@ -61,20 +64,6 @@ def _check(name: str, options: dict[str, Any], takes: type | None = None) -> Non
         if option not in known:
             listed = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UserError(f"segmenter {name} has no option {option!r}{nearest(option, known)}; {listed}")
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"no device is called {name!r}: write cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name}: this machine has no GPU that torch can use")
-    return device
 
 
 __all__ = ["SEGMENTERS", "Masks", "Segmenter", "SegmenterImage", "load_segmenter"]

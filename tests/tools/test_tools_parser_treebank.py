@@ -4,10 +4,9 @@ import gzip
 import random
 
 import pytest
+from augment import augment, drop_full_stop, join_hyphens
+from treebank import read_sentence, read_silver, read_treebank
 
-from powerclip.annotate.parsers.augment import augment, drop_full_stop, join_hyphens
-from powerclip.annotate.parsers.features import hashed, normalise, shape
-from powerclip.annotate.parsers.treebank import read_sentence, read_silver, read_treebank
 from powerclip.errors import UserError
 
 DOG = "(ROOT (S (NP-SBJ-1 (DT A) (NN dog)) (VP (VBZ is) (ADJP (JJ snow) (HYPH -) (JJ covered))) (. .)))"
@@ -46,11 +45,11 @@ def test_a_folder_without_trees_and_a_file_that_does_not_bracket_are_named(tmp_p
         read_treebank(tmp_path)
 
 
-def test_all_captions_of_a_picture_are_in_the_same_part(tmp_path):
+def test_all_captions_of_an_image_are_in_the_same_part(tmp_path):
     path = tmp_path / "trees.tsv.gz"
     with gzip.open(path, "wt") as file:
         for key in range(200):
-            file.writelines(f"picture{key}\t{number}\t(ROOT (NP (NN dog)))\n" for number in range(2))
+            file.writelines(f"image{key}\t{number}\t(ROOT (NP (NN dog)))\n" for number in range(2))
     parts = read_silver(path)
     test = [sentence.document for sentence in parts["test"]]
     assert test
@@ -90,18 +89,3 @@ def test_augmented_sentences_are_trees_over_their_words():
         assert len(changed.words) == len(changed.tags)
         assert (0, len(changed.words)) in {span[:2] for span in changed.spans}
         assert all(0 <= first < end <= len(changed.words) for first, end, _ in changed.spans)
-
-
-def test_words_that_differ_in_quotes_digits_or_width_are_one_word():
-    assert normalise("``") == normalise("“") == normalise('"')
-    assert normalise("1,984") == normalise("2,013")
-    assert normalise("n’t") == "n't"
-    assert normalise("Ｄｏｇ") == "Dog"
-    assert len(normalise("x" * 10_000)) == 40
-
-
-def test_shapes_and_hashes_are_stable():
-    assert [shape(word) for word in ("Dog", "NASA", "t-shirt", "9:30pm")] == ["Xx", "X", "x-x", "0*0x"]
-    assert hashed("dog", 1000) == hashed("dog", 1000)
-    assert hashed("dog", 8192)[:3] == hashed("dog", 8192)[:3]
-    assert all(0 <= row < 16 for row in hashed("\ud800dog", 16))

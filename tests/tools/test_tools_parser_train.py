@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from scoring import evaluate
+from train import main
+from treebank import read_treebank
 
 from powerclip.annotate.parsers.embedded import EmbeddedParser
-from powerclip.annotate.parsers.evaluation import evaluate
 from powerclip.annotate.parsers.model import load_model
-from powerclip.annotate.parsers.training import main
-from powerclip.annotate.parsers.treebank import read_treebank
 from powerclip.errors import UserError
 
 SMALL = {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerclip.annotate.parsers.tokenizer import tokenize
+from powerclip.annotate.parsers.word_tokenizer import tokenize
 
 
 @pytest.mark.parametrize(

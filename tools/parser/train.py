@@ -1,7 +1,7 @@
 """Train the embedded parser.
 
-    python -m powerclip.annotate.parsers.training --treebank data/treebank --silver data/trees.tsv.gz -o runs/parser
-    python -m powerclip.annotate.parsers.training --treebank data/treebank -o runs/look --early 0 --late 2
+    python tools/parser/train.py --treebank data/treebank --silver data/trees.tsv.gz -o runs/parser
+    python tools/parser/train.py --treebank data/treebank -o runs/try --early 0 --late 2
 
 A conditional random field over trees: the score of the gold tree against the log-sum over all trees of the sentence.
 Early epochs read gold and silver, late ones gold and a sample of silver; the network is told which it reads, so that
@@ -26,24 +26,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from augment import augment
+from scoring import by_genre, evaluate
 from torch import Tensor, nn
 from torch.nn import functional as F
+from treebank import Sentence, read_silver, read_treebank
 
-from powerclip.annotate.parsers.augment import augment
 from powerclip.annotate.parsers.chart import cell, log_partition
-from powerclip.annotate.parsers.device import choose_device
-from powerclip.annotate.parsers.evaluation import by_genre, evaluate
-from powerclip.annotate.parsers.features import UNKNOWN, normalise
-from powerclip.annotate.parsers.lexicon import Lexicon
+from powerclip.annotate.parsers.lexicon import CHAIN, Lexicon
 from powerclip.annotate.parsers.model import GOLD, ParserModel, save_model
 from powerclip.annotate.parsers.network import Size, SpanNetwork
-from powerclip.annotate.parsers.treebank import Sentence, read_silver, read_treebank
+from powerclip.annotate.parsers.word_features import SPECIAL, UNKNOWN, normalise
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.files import write_atomic
 
 SILVER = 1  # beside GOLD: which trees are read
 _MOST_CELLS = 80_000  # of a batch's charts, twice over: bounds the memory that a step takes
 _SCORE_EVERY = 2  # late epochs
+_KNOWN_WORD = 2  # occurrences that make a word known
+_KNOWN_CHAIN = 10  # occurrences that make a unary chain a label of its own
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ class Settings:
     minutes: float = 0.0  # ends the learning rate's course, and training, earlier; 0 for no limit
 
 
+def build_lexicon(sentences: Iterable[Sentence], buckets: int) -> Lexicon:
+    """The words that occur more than once and the labels of `sentences`."""
+    words: Counter[str] = Counter()
+    labels: Counter[str] = Counter()
+    for sentence in sentences:
+        words.update(normalise(word).lower() for word in sentence.words)
+        labels.update(label for _, _, label in sentence.spans)
+    known = sorted(word for word, count in words.items() if count >= _KNOWN_WORD)
+    kept = sorted(label for label, count in labels.items() if count >= _KNOWN_CHAIN or CHAIN not in label)
+    return Lexicon([*SPECIAL, *known], kept, buckets)
+
+
 @dataclass(frozen=True)
 class Example:
     """A sentence as numbers."""
@@ -92,7 +106,7 @@ class Trainer:
         self.settings, self.device = settings, device
         self.gold = [sentence for sentence in gold if len(sentence.words) <= settings.longest]
         self.silver = silver
-        self.lexicon = Lexicon.of([*gold, *silver], settings.buckets)
+        self.lexicon = build_lexicon([*gold, *silver], settings.buckets)
         tags = sorted({tag for sentence in [*gold, *silver] for tag in sentence.tags})
         self.tags = {tag: number for number, tag in enumerate(tags)}
         self.silver_examples = [self._example(sentence, SILVER) for sentence in silver]
@@ -279,7 +293,7 @@ def _fresh(lexicon: Lexicon) -> Lexicon:
 def main(arguments: Iterable[str] | None = None) -> None:
     """Train as the command line says."""
     about = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.training",
+        prog="python tools/parser/train.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -293,7 +307,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         about.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
     given = vars(about.parse_args(None if arguments is None else list(arguments)))
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings)})
-    device = torch.device(choose_device(given["device"]))
+    device = choose_device(given["device"], setting="--device")
     card = train(given["treebank"], given["silver"], given["output"], settings, device, given["test"])
     shown = {name: card.get(name) for name in ("parameters", "seconds", "dev", "silver", "test")}
     print(json.dumps(shown, indent=1))

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from powerclip.annotate.parsers.lexicon import CHAIN
 from powerclip.data.trees import iter_bracketed
 from powerclip.errors import UserError
 
-CHAIN = "+"  # between the labels of a unary chain, the highest first: (S (VP …)) is S+VP
 WHOLE = "ROOT"  # label of a whole sentence that is no phrase: two phrases side by side
 _ATOM = re.compile(r"[()]|[^\s()]+")
 _CATEGORY = re.compile("[-=|]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from powerclip.annotate.parsers.treebank import Sentence
+from treebank import Sentence
 
 _HYPHEN = "HYPH"
 

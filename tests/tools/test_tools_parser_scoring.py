@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from scoring import Score, detokenize, raw_score
+from treebank import read_sentence
 
 from powerclip.annotate.parsers.base import Parsed
-from powerclip.annotate.parsers.evaluation import detokenize, raw_score
-from powerclip.annotate.parsers.scoring import Score
-from powerclip.annotate.parsers.treebank import read_sentence
 from powerclip.data.trees import tree_from_spans
 
 GOLD = read_sentence("(ROOT (S (NP (DT a) (NN dog)) (VP (VBZ is) (VP (VBG eating) (NP (NN grass)))) (. .)))")

@@ -3,13 +3,13 @@
 import gzip
 
 import torch
+from scoring import detokenize, evaluate
+from treebank import read_sentence, read_treebank
 
 from powerclip.annotate.parsers.embedded import WEIGHTS
-from powerclip.annotate.parsers.evaluation import detokenize, evaluate
-from powerclip.annotate.parsers.features import normalise
 from powerclip.annotate.parsers.model import load_model
-from powerclip.annotate.parsers.tokenizer import tokenize
-from powerclip.annotate.parsers.treebank import read_sentence, read_treebank
+from powerclip.annotate.parsers.word_features import normalise
+from powerclip.annotate.parsers.word_tokenizer import tokenize
 
 
 def test_unlabelled_f1_on_the_test_documents_is_above_80(real_data):
