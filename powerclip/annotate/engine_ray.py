@@ -1,7 +1,7 @@
 """Shards over a Ray cluster: actors on CPUs for trees, on GPUs for regions.
 
 An actor that dies, with its machine or alone, is replaced, and its shard begun again. As a sidecar is written in one
-step and a shard has one outcome, nothing is lost and nothing counted twice. Shards and sidecars must be on storage that
+step and a shard has one result, nothing is lost and nothing counted twice. Shards and sidecars must be on storage that
 all machines reach under the same names, and powerclip installed on each.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from powerclip.annotate.engine_local import OnSamples
 from powerclip.annotate.job import Job
-from powerclip.annotate.pipeline import Outcome, State
-from powerclip.annotate.stop import Stop
+from powerclip.annotate.pipeline import OnSamples, ShardResult, State
 from powerclip.errors import UserError
 from powerclip.runtime.processes import ATTEMPTS
 
@@ -24,16 +22,21 @@ _OBJECT_STORE = 80 * 2**20
 
 
 def run_ray(
-    shards: Sequence[str], job: Job, workers: int | None, stop: Stop, on_samples: OnSamples, address: str | None = None
-) -> Iterator[Outcome]:
-    """The outcomes of the shards, as they are finished; how far a shard is, is not reported.
+    shards: Sequence[str],
+    job: Job,
+    workers: int | None,
+    stop: Callable[[], bool],
+    on_samples: OnSamples,
+    address: str | None = None,
+) -> Iterator[ShardResult]:
+    """The results of the shards, as they are finished; how far a shard is, is not reported.
 
     Args:
         shards: tars, under names that hold on every machine.
         job: what to do.
         workers: actors; None for as many as the cluster has room for.
-        stop: asks to begin no further shard.
-        on_samples: is told of the samples of each finished shard.
+        stop: whether to begin no further shard.
+        on_samples: called with the samples of each finished shard.
         address: of the cluster (`auto`, `ray://head:10001`); None starts one on this machine.
 
     Raises:
@@ -41,7 +44,7 @@ def run_ray(
     """
     ray = connect(address, workers or job.default_workers())
     try:
-        yield from spread(ray, shards, job, min(workers or _slots(ray, job), len(shards)), stop, on_samples)
+        yield from run_on_actors(ray, shards, job, min(workers or _slots(ray, job), len(shards)), stop, on_samples)
     finally:
         ray.shutdown()
 
@@ -56,7 +59,7 @@ class ShardActor:
     def ready(self) -> None:
         """Answer: this actor has found its place."""
 
-    def annotate(self, shard: str) -> Outcome:
+    def annotate(self, shard: str) -> ShardResult:
         """Bring the sidecar of a shard up to date."""
         if self._annotator is None:  # here, so that what is wrong with the job comes back as its own error
             self._annotator = self._job.load()
@@ -82,43 +85,43 @@ def connect(address: str | None, workers: int) -> Any:
     return ray
 
 
-def spread(
-    ray: Any, shards: Sequence[str], job: Job, workers: int, stop: Stop, on_samples: OnSamples
-) -> Iterator[Outcome]:
-    """The outcomes of the shards from a cluster that is connected."""
+def run_on_actors(
+    ray: Any, shards: Sequence[str], job: Job, workers: int, stop: Callable[[], bool], on_samples: OnSamples
+) -> Iterator[ShardResult]:
+    """The results of the shards from a cluster that is connected."""
     resources = {"num_cpus": 1, "num_gpus": 1} if _wants_gpu(ray, job) else {"num_cpus": 1}
     remote = ray.remote(**resources)(ShardActor)
-    waiting, deaths, stillborn = deque(shards), Counter[str](), 0
+    waiting, deaths, failed_starts = deque(shards), Counter[str](), 0
     idle: list[Any] = []  # actors
-    working: dict[Any, tuple[Any, str]] = {}  # promised outcome → actor and shard
-    starting: dict[Any, Any] = {}  # promised start → actor; one may have to wait for its resources
+    working: dict[Any, tuple[Any, str]] = {}  # future result → actor and shard
+    starting: dict[Any, Any] = {}  # future start → actor; one may have to wait for its resources
     while True:  # actors end when nothing refers to them any more
         while len(idle) + len(working) + len(starting) < workers:
             actor = remote.remote(job)
             starting[actor.ready.remote()] = actor
-        while idle and waiting and not stop:
+        while idle and waiting and not stop():
             actor, shard = idle.pop(), waiting.popleft()
             working[actor.annotate.remote(shard)] = actor, shard
-        if not working and (stop or not waiting):
+        if not working and (stop() or not waiting):
             return
         finished, _ = ray.wait([*working, *starting], num_returns=1, timeout=0.5)
-        for promise in finished:
-            if promise in starting:
-                actor = starting.pop(promise)
+        for future in finished:
+            if future in starting:
+                actor = starting.pop(future)
                 try:
-                    ray.get(promise)
+                    ray.get(future)
                 except ray.exceptions.RayError as error:
-                    stillborn += 1
-                    if stillborn >= ATTEMPTS:
+                    failed_starts += 1
+                    if failed_starts >= ATTEMPTS:
                         reason = str(error).strip().splitlines()[-1]
                         raise UserError(f"no worker starts on the Ray cluster: {reason}") from None
                 else:
-                    stillborn = 0
+                    failed_starts = 0
                     idle.append(actor)
                 continue
-            actor, shard = working.pop(promise)
+            actor, shard = working.pop(future)
             try:
-                outcome = ray.get(promise)
+                result = ray.get(future)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise UserError(str(error.cause)) from None
@@ -126,13 +129,13 @@ def spread(
             except ray.exceptions.RayError:  # the actor, its machine, or its memory
                 deaths[shard] += 1
                 if deaths[shard] >= ATTEMPTS:
-                    yield Outcome(shard, State.FAILED, reason="every actor that tried it died")
-                elif not stop:
+                    yield ShardResult(shard, State.FAILED, reason="every actor that tried it died")
+                elif not stop():
                     waiting.appendleft(shard)
                 continue
             idle.append(actor)
-            on_samples(shard, outcome.samples if outcome.state is not State.DONE else 0, outcome.samples)
-            yield outcome
+            on_samples(shard, result.samples if result.state is not State.DONE else 0, result.samples)
+            yield result
 
 
 def _slots(ray: Any, job: Job) -> int:

@@ -30,7 +30,9 @@ from powerclip.data.sidecar import (
 from powerclip.data.tar_index import TarIndex, make_index
 from powerclip.errors import UserError
 
-Report = Callable[[int, int], None]  # samples that are done since the last call, and samples of the shard
+# Samples that were annotated since the last call, and samples of the shard.
+OnProgress = Callable[[int, int], None]
+OnSamples = Callable[[str, int, int], None]  # the same, after the name of the shard
 
 
 class State(StrEnum):
@@ -43,7 +45,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ShardResult:
     """What one shard gave."""
 
     shard: str
@@ -86,24 +88,24 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
     def summarise(self, rows: Rows) -> tuple[int, int, Counter[str]]:
         """Captions or masks, phrases, and fallbacks by reason."""
 
-    def annotate(self, shard: str, report: Report = lambda done, of: None) -> Outcome:
-        """Bring the sidecar of a shard up to date. A tar that cannot be read is an outcome, not an exception."""
+    def annotate(self, shard: str, on_progress: OnProgress = lambda done, total: None) -> ShardResult:
+        """Bring the sidecar of a shard up to date. A tar that cannot be read is a result, not an exception."""
         path = sidecar_path(shard, self.kind, self.sidecars)
         try:
-            mark = fingerprint(shard)
+            tar_fingerprint = fingerprint(shard)
         except OSError as error:
-            return Outcome(shard, State.FAILED, reason=_because(error))
-        info, reason = self._standing(path, mark)
+            return ShardResult(shard, State.FAILED, reason=_because(error))
+        info, reason = self._existing(path, tar_fingerprint)
         if info is not None and reason is None:
             return _done(shard, info, path)
         try:
             with local_copy(shard) as tar:
-                return self._annotate(shard, tar, path, mark, info, reason, report)
+                return self._annotate(shard, tar, path, tar_fingerprint, info, reason, on_progress)
         except OSError as error:
-            return Outcome(shard, State.FAILED, reason=_because(error))
+            return ShardResult(shard, State.FAILED, reason=_because(error))
 
-    def _standing(self, path: Path, mark: str) -> tuple[SidecarInfo | None, str | None]:
-        """What the sidecar that is there says, when rows of it can be taken over, and why it does not do as it is."""
+    def _existing(self, path: Path, tar_fingerprint: str) -> tuple[SidecarInfo | None, str | None]:
+        """The sidecar at `path`, if its rows can be taken over, and why it has to be written again, if so."""
         if not path.exists():
             return None, None
         try:
@@ -112,22 +114,22 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             return None, "sidecar torn or of another format"
         if info.annotator != self.annotator:
             return None, f"made by {info.annotator}"
-        return info, None if info.fingerprint == mark else "tar changed"
+        return info, None if info.fingerprint == tar_fingerprint else "tar changed"
 
     def _annotate(
         self,
         shard: str,
         tar: Path,
         path: Path,
-        mark: str,
+        tar_fingerprint: str,
         info: SidecarInfo | None,
         reason: str | None,
-        report: Report,
-    ) -> Outcome:
+        on_progress: OnProgress,
+    ) -> ShardResult:
         index = make_index(tar)
         if not len(index):
             left_out = ", ".join(f"{count:,} samples with {why}" for why, count in index.info.left_out.items())
-            return Outcome(shard, State.FAILED, reason=index.info.damage or left_out or "no samples")
+            return ShardResult(shard, State.FAILED, reason=index.info.damage or left_out or "no samples")
         old = None
         if info is not None:
             try:
@@ -140,7 +142,7 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             for first in range(0, len(index), self.batch):
                 numbers = range(first, min(first + self.batch, len(index)))
                 kept += self.add(rows, file, index, numbers, old)
-                report(len(numbers), len(index))
+                on_progress(len(numbers), len(index))
         finally:
             os.close(file)
         items, phrases, fallbacks = self.summarise(rows)
@@ -148,7 +150,7 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             kind=self.kind,
             annotator=self.annotator,
             shard=PurePosixPath(shard).name,
-            fingerprint=mark,
+            fingerprint=tar_fingerprint,
             samples=len(index),
             items=items,
             phrases=phrases,
@@ -162,12 +164,12 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             raise UserError(f"sidecar {path} cannot be written: {_because(error)}; --sidecars names a folder") from None
         unchanged = kept == len(index) == (len(old) if old is not None else -1)
         state = State.NEW if reason is None else State.DONE if unchanged else State.REDONE
-        return Outcome(shard, state, len(index), kept, items, made.fallbacks, reason, made.damage, size)
+        return ShardResult(shard, state, len(index), kept, items, made.fallbacks, reason, made.damage, size)
 
 
-def _done(shard: str, info: SidecarInfo, path: Path) -> Outcome:
+def _done(shard: str, info: SidecarInfo, path: Path) -> ShardResult:
     size = path.stat().st_size
-    return Outcome(
+    return ShardResult(
         shard, State.DONE, info.samples, info.samples, info.items, info.fallbacks, damage=info.damage, bytes=size
     )
 

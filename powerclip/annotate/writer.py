@@ -68,17 +68,17 @@ def write_sidecar(path: Path, info: SidecarInfo, rows: TreeRows | RegionRows) ->
     return buffer.tell()
 
 
-def sweep(folder: Path) -> int:
+def remove_abandoned(folder: Path) -> int:
     """Remove what killed processes left half-written in a folder of sidecars; gives how many files."""
-    swept = 0
+    removed = 0
     for partial in folder.glob(".*.parquet.*.partial"):
         try:
             if time.time() - partial.stat().st_mtime > _ABANDONED:
                 partial.unlink()
-                swept += 1
+                removed += 1
         except FileNotFoundError:  # its writer has just finished
             pass
-    return swept
+    return removed
 
 
 def _storable(keys: Sequence[str]) -> list[str]:

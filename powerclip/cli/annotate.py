@@ -117,11 +117,11 @@ def run_annotation(
 ) -> None:
     """What `annotate trees` and `annotate regions` share."""
     with interruptible("the shard that was being annotated is as it was; the same command goes on with it"):
-        from powerclip.annotate.run import annotate, exit_code
+        from powerclip.annotate.run_shards import annotate, exit_code
         from powerclip.annotate.shard_list import list_shards
 
-        tally = annotate(list_shards(shards), job, workers=workers, engine=engine, address=address, quiet=quiet)
-    code = exit_code(tally)
+        summary = annotate(list_shards(shards), job, workers=workers, engine=engine, address=address, quiet=quiet)
+    code = exit_code(summary)
     if code == 130:
         print("powerclip: interrupted; the same command goes on with the shards that are left", file=sys.stderr)
     if code:

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from powerclip import cli
 from powerclip.annotate.job import parse_settings
-from powerclip.annotate.pipeline import Outcome, State
-from powerclip.annotate.shard_progress import Progress
-from powerclip.annotate.writer import sweep
+from powerclip.annotate.pipeline import ShardResult, State
+from powerclip.annotate.run_shards import ShardProgress
+from powerclip.annotate.writer import remove_abandoned
 from powerclip.data.sidecar import read_regions, read_trees
 from powerclip.errors import UserError
+from powerclip.runtime.progress import Progress
 
 
 @pytest.fixture
@@ -143,7 +144,8 @@ def test_what_is_typed_wrong_is_one_line_and_exit_code_2(powerclip, tmp_path, ar
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(powerclip, tmp_path, monkeypatch):
     shards = make_shards(tmp_path, 3)
-    monkeypatch.setattr("powerclip.annotate.stop.Stop.__bool__", lambda self: bool(list(tmp_path.glob("*.parquet"))))
+    stop = "powerclip.annotate.run_shards.StopOnInterrupt.__call__"
+    monkeypatch.setattr(stop, lambda self: bool(list(tmp_path.glob("*.parquet"))))
     code, text = powerclip("annotate", "trees", *shards, "--parser", "flat", "-w", 1)
     assert code == 130
     assert "trees: 1 shard annotated" in text
@@ -157,12 +159,12 @@ def test_settings_are_numbers():
             parse_settings([wrong])
 
 
-def test_what_a_killed_process_left_is_swept_away_but_not_what_is_being_written(tmp_path):
+def test_what_a_killed_process_left_is_removed_but_not_what_is_being_written(tmp_path):
     for name in (".0.trees.parquet.123.partial", ".1.trees.parquet.124.partial", "0.trees.parquet", ".other"):
         (tmp_path / name).touch()
     os.utime(tmp_path / ".0.trees.parquet.123.partial", (1, 1))
     os.utime(tmp_path / ".other", (1, 1))
-    assert sweep(tmp_path) == 1
+    assert remove_abandoned(tmp_path) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".1.trees.parquet.124.partial",
         ".other",
@@ -185,36 +187,23 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("powerclip.annotate.shard_progress.time.monotonic", clock)
+    monkeypatch.setattr("powerclip.runtime.progress.time.monotonic", clock)
     return clock
 
 
-def test_rate_and_time_left_count_shards_that_have_begun_and_not_those_that_were_done(clock):
-    progress = Progress("trees", 5, quiet=True)
-    progress.finished(Outcome("0", State.DONE, samples=100))
-    assert progress.left() is None
+def test_rate_and_time_left_count_shards_that_have_begun_and_not_those_that_were_done(clock, capsys):
+    bar = Progress("trees", 5, unit="shards", every=0, console=Console(width=100))
+    progress = ShardProgress(bar)
+    progress.on_result(ShardResult("0", State.DONE, samples=100))
+    assert bar.remaining is None
     clock.now = 10.0
-    progress.samples("1", 100, 100)
-    progress.finished(Outcome("1", State.NEW, samples=100))
-    progress.samples("2", 50, 100)
-    assert progress.rate() == 15.0
+    progress.on_samples("1", 100, 100)
+    progress.on_result(ShardResult("1", State.NEW, samples=100))
+    capsys.readouterr()
+    progress.on_samples("2", 50, 100)
     # 1.5 shards took 10 s; 2.5 of 5 are left (one was done, one is half done)
-    assert progress.left() == pytest.approx(10 * 2.5 / 1.5)
-
-
-def test_a_terminal_gets_bars_with_rate_and_eta_and_a_file_gets_a_line_now_and_then(clock, capsys):
-    console = Console(force_terminal=True, width=100, legacy_windows=False)
-    with Progress("trees", 4, quiet=False, console=console) as progress:
-        clock.now = 2.0
-        progress.samples("0", 10, 20)
-    out = capsys.readouterr().out
-    assert "shards" in out
-    assert "0/4" in out
-    assert "5/s  eta 0:00:14" in out
-    lines = Progress("trees", 4, quiet=False, console=Console(width=100))
-    for clock.now in (3.0, 20.0, 21.0):
-        lines.samples("0", 5, 20)
-    assert capsys.readouterr().out == "trees  shards 0/4  samples 10  1/s  eta 0:02:06\n"
+    assert bar.remaining == pytest.approx(10 * 2.5 / 1.5)
+    assert capsys.readouterr().out == "trees  shards 2/5  150 samples  15/s  eta 0:00:17\n"
 
 
 def test_captions10k_is_annotated_completely(powerclip, real_data, tmp_path):

@@ -10,11 +10,10 @@ import annotate_examples
 import pytest
 from annotate_examples import SlowJob, make_shards
 
-from powerclip.annotate.engine_ray import connect, run_ray, spread
+from powerclip.annotate.engine_ray import connect, run_on_actors, run_ray
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import State
-from powerclip.annotate.run import annotate
-from powerclip.annotate.stop import Stop
+from powerclip.annotate.run_shards import StopOnInterrupt, annotate
 from powerclip.errors import UserError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'powerclip[ray]'")
@@ -37,15 +36,17 @@ def test_when_an_actor_is_killed_nothing_is_lost_and_nothing_comes_twice(tmp_pat
     job = SlowJob("trees", "words", tmp_path / "side", pids=tmp_path / "pids")
     samples: Counter[str] = Counter()
     ended, killed = [], 0
-    with Stop() as stop:
-        for outcome in spread(cluster, shards, job, 2, stop, lambda shard, done, of: samples.update({shard: done})):
-            ended.append(outcome)
+    with StopOnInterrupt() as stop:
+        for result in run_on_actors(
+            cluster, shards, job, 2, stop, lambda shard, done, of: samples.update({shard: done})
+        ):
+            ended.append(result)
             if not killed:
                 killed = job.running()[-1]
                 os.kill(killed, signal.SIGKILL)
     assert killed
-    assert sorted(outcome.shard for outcome in ended) == shards
-    assert {outcome.state for outcome in ended} <= {State.NEW, State.DONE}
+    assert sorted(result.shard for result in ended) == shards
+    assert {result.state for result in ended} <= {State.NEW, State.DONE}
     assert set(samples.values()) <= {0, 3}  # a shard that was written just before its actor died is done already
     annotate(shards, SlowJob("trees", "words", tmp_path / "calm", seconds=0), workers=1, quiet=True)
     for path in (tmp_path / "calm").iterdir():
@@ -56,18 +57,18 @@ def test_when_an_actor_is_killed_nothing_is_lost_and_nothing_comes_twice(tmp_pat
 def test_what_an_actor_finds_wrong_with_the_job_is_one_clear_line(tmp_path, cluster):
     shards = make_shards(tmp_path / "shards", 2)
     wrong = Job("regions", "superpixels", tmp_path, options={"mots": 3})
-    with Stop() as stop, pytest.raises(UserError, match="did you mean 'most'"):
-        list(spread(cluster, shards, wrong, 1, stop, lambda *_: None))
+    with StopOnInterrupt() as stop, pytest.raises(UserError, match="did you mean 'most'"):
+        list(run_on_actors(cluster, shards, wrong, 1, stop, lambda *_: None))
 
 
 def test_a_cluster_that_does_not_answer_is_one_clear_line(tmp_path, cluster):
     with pytest.raises(UserError, match="no Ray cluster answers at nonsense"):
-        run_ray(["0.tar"], Job("trees", "flat", tmp_path), 1, Stop(), lambda *_: None, "nonsense").__next__()
+        run_ray(["0.tar"], Job("trees", "flat", tmp_path), 1, StopOnInterrupt(), lambda *_: None, "nonsense").__next__()
 
 
 def test_more_workers_than_the_cluster_has_room_for_hold_nothing_up(tmp_path, cluster):
     shards = make_shards(tmp_path / "shards", 5)
     job = SlowJob("trees", "words", tmp_path / "side", seconds=0)
-    with Stop() as stop:
-        outcomes = list(spread(cluster, shards, job, 4, stop, lambda *_: None))
-    assert sorted(outcome.shard for outcome in outcomes) == shards
+    with StopOnInterrupt() as stop:
+        results = list(run_on_actors(cluster, shards, job, 4, stop, lambda *_: None))
+    assert sorted(result.shard for result in results) == shards

@@ -29,9 +29,9 @@ def sidecar(shard: Path, kind: str = "trees") -> Path:
 
 def test_every_caption_of_a_shard_gets_its_phrases(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
-    outcome = TreeAnnotator(WordParser()).annotate(str(shard))
-    assert (outcome.state, outcome.samples, outcome.items) == (State.NEW, 3, 4)
-    assert outcome.fallbacks == {"too long": 1}
+    result = TreeAnnotator(WordParser()).annotate(str(shard))
+    assert (result.state, result.samples, result.items) == (State.NEW, 3, 4)
+    assert result.fallbacks == {"too long": 1}
     trees = read_trees(sidecar(shard))
     assert trees.keys == ["00000", "00001", "00002"]
     assert trees.spans("00000", "two dogs") == WordParser().parse(["two dogs"])[0].spans
@@ -45,8 +45,8 @@ def test_a_second_run_asks_for_nothing_and_leaves_the_file_alone(tmp_path):
     TreeAnnotator(WordParser()).annotate(str(shard))
     before = sidecar(shard).stat()
     parser = WordParser()
-    outcome = TreeAnnotator(parser).annotate(str(shard))
-    assert (outcome.state, outcome.samples, parser.asked) == (State.DONE, 3, [])
+    result = TreeAnnotator(parser).annotate(str(shard))
+    assert (result.state, result.samples, parser.asked) == (State.DONE, 3, [])
     assert sidecar(shard).stat().st_mtime_ns == before.st_mtime_ns
 
 
@@ -54,8 +54,8 @@ def test_another_version_does_everything_again(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
     TreeAnnotator(WordParser()).annotate(str(shard))
     parser = WordParser(version="2")
-    outcome = TreeAnnotator(parser).annotate(str(shard))
-    assert (outcome.state, outcome.reason, outcome.kept) == (State.REDONE, "made by words 1", 0)
+    result = TreeAnnotator(parser).annotate(str(shard))
+    assert (result.state, result.reason, result.kept) == (State.REDONE, "made by words 1", 0)
     assert len(parser.asked) == 4
     assert read_info(sidecar(shard)).annotator.version == "2"
 
@@ -65,8 +65,8 @@ def test_when_a_caption_changes_only_that_caption_is_parsed(tmp_path):
     TreeAnnotator(WordParser()).annotate(str(shard))
     make_shard(shard, [["a dog", "three dogs"], [LONG], ["a cat"]])
     parser = WordParser()
-    outcome = TreeAnnotator(parser).annotate(str(shard))
-    assert (outcome.state, outcome.reason, outcome.kept) == (State.REDONE, "tar changed", 2)
+    result = TreeAnnotator(parser).annotate(str(shard))
+    assert (result.state, result.reason, result.kept) == (State.REDONE, "tar changed", 2)
     assert parser.asked == ["three dogs"]
     trees = read_trees(sidecar(shard))
     assert trees.spans("00000", "two dogs") is Miss.STALE
@@ -98,8 +98,8 @@ def test_a_sample_that_lost_a_caption_is_not_kept(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
     TreeAnnotator(WordParser()).annotate(str(shard))
     make_shard(shard, [["a dog"], [LONG], ["a cat"]])
-    outcome = TreeAnnotator(WordParser()).annotate(str(shard))
-    assert (outcome.state, outcome.kept) == (State.REDONE, 2)
+    result = TreeAnnotator(WordParser()).annotate(str(shard))
+    assert (result.state, result.kept) == (State.REDONE, 2)
     assert read_trees(sidecar(shard)).spans("00000", "two dogs") is Miss.STALE
 
 
@@ -109,20 +109,20 @@ def test_a_torn_sidecar_is_made_again(tmp_path):
     whole = sidecar(shard).read_bytes()
     for size in (0, 10, len(whole) - 3):
         sidecar(shard).write_bytes(whole[:size])
-        outcome = TreeAnnotator(WordParser()).annotate(str(shard))
-        assert (outcome.state, outcome.reason) == (State.REDONE, "sidecar torn or of another format")
+        result = TreeAnnotator(WordParser()).annotate(str(shard))
+        assert (result.state, result.reason) == (State.REDONE, "sidecar torn or of another format")
         assert sidecar(shard).read_bytes() == whole
 
 
-def test_a_missing_an_empty_and_a_wrong_tar_are_outcomes(tmp_path):
+def test_a_missing_an_empty_and_a_wrong_tar_are_results(tmp_path):
     (tmp_path / "empty.tar").touch()
     (tmp_path / "wrong.tar").write_bytes(b"this is no tar" * 100)
     write_shard(tmp_path / "bare.tar", [("1.jpg", photo()), ("2.txt", "no image")])
     annotator = TreeAnnotator(WordParser())
-    outcomes = [annotator.annotate(str(tmp_path / f"{name}.tar")) for name in ("gone", "empty", "wrong", "bare")]
-    assert {outcome.state for outcome in outcomes} == {State.FAILED}
-    assert [outcome.reason for outcome in outcomes[:3]] == ["missing", "empty file", "not a tar"]
-    assert "no caption" in str(outcomes[3].reason)
+    results = [annotator.annotate(str(tmp_path / f"{name}.tar")) for name in ("gone", "empty", "wrong", "bare")]
+    assert {result.state for result in results} == {State.FAILED}
+    assert [result.reason for result in results[:3]] == ["missing", "empty file", "not a tar"]
+    assert "no caption" in str(results[3].reason)
     assert not list(tmp_path.glob("*.parquet"))
 
 
@@ -130,14 +130,14 @@ def test_a_torn_tar_is_annotated_up_to_the_cut_and_completed_later(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    outcome = TreeAnnotator(WordParser()).annotate(str(shard))
-    assert (outcome.state, outcome.damage) == (State.NEW, "cut off")
-    assert 0 < outcome.samples < 3
+    result = TreeAnnotator(WordParser()).annotate(str(shard))
+    assert (result.state, result.damage) == (State.NEW, "cut off")
+    assert 0 < result.samples < 3
     assert read_info(sidecar(shard)).damage == "cut off"
     shard.write_bytes(whole)
     parser = WordParser()
     again = TreeAnnotator(parser).annotate(str(shard))
-    assert (again.state, again.kept, again.damage) == (State.REDONE, outcome.samples, None)
+    assert (again.state, again.kept, again.damage) == (State.REDONE, result.samples, None)
     assert len(read_trees(sidecar(shard))) == 3
 
 
@@ -149,9 +149,9 @@ def test_captions_that_are_blank_binary_or_absent_stop_nothing(tmp_path):
         members += [(f"{key}.jpg", image), (f"{key}.txt", content)]
     members += [("f.jpg", image), ("f.json", b"{"), ("f.txt", b"from the second file")]
     shard = write_shard(tmp_path / "0.tar", members)
-    outcome = TreeAnnotator(WordParser()).annotate(str(shard))
+    result = TreeAnnotator(WordParser()).annotate(str(shard))
     trees = read_trees(sidecar(shard))
-    assert outcome.samples == len(trees) == 5  # an empty file is no caption file
+    assert result.samples == len(trees) == 5  # an empty file is no caption file
     assert trees.hashes("c") == []
     assert not isinstance(trees.spans("d", "日本語 🐕"), Miss)
     assert not isinstance(trees.spans("f", "from the second file"), Miss)
@@ -210,9 +210,9 @@ def test_every_image_gets_its_masks_and_what_has_none_a_reason(tmp_path):
     for key, data in {"good": photo(), "torn": photo()[:200], "wrong": b"no image", "blind": photo(1)}.items():
         members += [(f"{key}.jpg", data), (f"{key}.txt", "a caption")]
     shard = write_shard(tmp_path / "0.tar", members)
-    outcome = RegionAnnotator(Stripes(blind="blind"), batch=2).annotate(str(shard))
-    assert (outcome.samples, outcome.items) == (4, 1)
-    assert outcome.fallbacks == {NOT_READABLE: 2, NO_REGION: 1}
+    result = RegionAnnotator(Stripes(blind="blind"), batch=2).annotate(str(shard))
+    assert (result.samples, result.items) == (4, 1)
+    assert result.fallbacks == {NOT_READABLE: 2, NO_REGION: 1}
     regions = read_regions(sidecar(shard, "regions"))
     assert regions.masks("good", photo())[0, : GRID // 2].all()
     assert not regions.masks("good")[0, GRID // 2 :].any()
@@ -221,8 +221,8 @@ def test_every_image_gets_its_masks_and_what_has_none_a_reason(tmp_path):
 
 def test_a_image_that_a_segmenter_fails_on_does_not_take_the_others_along(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
-    outcome = RegionAnnotator(Stripes(failing="00001"), batch=3).annotate(str(shard))
-    assert (outcome.items, outcome.fallbacks) == (2, {FAILED: 1})
+    result = RegionAnnotator(Stripes(failing="00001"), batch=3).annotate(str(shard))
+    assert (result.items, result.fallbacks) == (2, {FAILED: 1})
 
 
 def test_a_segmenter_that_always_fails_is_an_error_not_a_fallback(tmp_path):
@@ -239,16 +239,16 @@ def test_only_images_that_changed_are_segmented_again(tmp_path):
     other = make_shard(tmp_path / "1.tar", captions, first=1)  # other images under keys 1, 2, 3
     os.replace(other, shard)
     stripes = Stripes()
-    outcome = RegionAnnotator(stripes).annotate(str(shard))
-    assert (outcome.state, outcome.kept, stripes.asked) == (State.REDONE, 2, ["00003"])
+    result = RegionAnnotator(stripes).annotate(str(shard))
+    assert (result.state, result.kept, stripes.asked) == (State.REDONE, 2, ["00003"])
 
 
 def test_other_settings_make_regions_stale(tmp_path):
     shard = make_shard(tmp_path / "0.tar", [["a"]])
     RegionAnnotator(Superpixels(most=4)).annotate(str(shard))
     assert RegionAnnotator(Superpixels(most=4)).annotate(str(shard)).state is State.DONE
-    outcome = RegionAnnotator(Superpixels(most=3)).annotate(str(shard))
-    assert (outcome.state, outcome.reason) == (State.REDONE, "made by superpixels 1")
+    result = RegionAnnotator(Superpixels(most=3)).annotate(str(shard))
+    assert (result.state, result.reason) == (State.REDONE, "made by superpixels 1")
 
 
 def test_trees_and_regions_are_two_files_that_do_not_meet(tmp_path):

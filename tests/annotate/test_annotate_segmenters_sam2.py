@@ -83,8 +83,8 @@ def test_points_and_images_reach_the_model_as_its_own_processor_would_send_them(
 def test_a_shard_gets_its_masks_and_the_sidecar_names_the_weights(folder, tmp_path):
     shard = make_shard(tmp_path / "0.tar", [["a dog"], ["a cat"], ["a bird"]])
     segmenter = load_segmenter("sam2", "cpu", folder, points=2, most=5, **ANY)
-    outcome = RegionAnnotator(segmenter, batch=2).annotate(str(shard))
-    assert outcome.items > 0
+    result = RegionAnnotator(segmenter, batch=2).annotate(str(shard))
+    assert result.items > 0
     regions = read_regions(tmp_path / "0.regions.parquet")
     assert 0 < len(regions.masks("00001")) <= 5
     assert regions.info.annotator.name == "sam2"

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 from annotate_examples import SlowJob, make_shards
 
-from powerclip.annotate.engine_local import run_local
 from powerclip.annotate.job import Job
 from powerclip.annotate.pipeline import State
-from powerclip.annotate.run import annotate
-from powerclip.annotate.stop import Stop
+from powerclip.annotate.run_shards import StopOnInterrupt, annotate, run_local
 from powerclip.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +35,10 @@ def test_the_first_ctrl_c_finishes_the_shard_that_has_begun(tmp_path, capsys):
     def interrupt(shard: str, done: int, of: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with Stop() as stop:
-        outcomes = list(run_local(shards, flat(tmp_path / "side"), 1, stop, interrupt))
-        assert stop
-    assert [outcome.shard for outcome in outcomes] == shards[:1]
+    with StopOnInterrupt() as stop:
+        results = list(run_local(shards, flat(tmp_path / "side"), 1, stop, interrupt))
+        assert stop()
+    assert [result.shard for result in results] == shards[:1]
     assert list(contents(tmp_path / "side")) == ["000.trees.parquet"]
     assert "Ctrl-C again" in capsys.readouterr().out
 
@@ -54,7 +52,7 @@ def test_the_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(tmp_pat
             os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background of a shell
-    with pytest.raises(KeyboardInterrupt), Stop() as stop:
+    with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:
         list(run_local(shards, flat(tmp_path / "side"), 1, stop, interrupt))
     assert list(contents(tmp_path / "side")) == ["000.trees.parquet"]
     assert signal.getsignal(signal.SIGINT) is before
@@ -67,17 +65,17 @@ def test_processes_that_die_cost_no_shard_but_one_that_kills_them_all(tmp_path, 
     job = SlowJob("trees", "words", tmp_path / "side", pids=tmp_path / "pids", deadly="number 7")
     killed: list[int] = []
     ended = []
-    with Stop() as stop:
-        for outcome in run_local(shards, job, 2, stop, lambda *_: None):
-            ended.append(outcome)
+    with StopOnInterrupt() as stop:
+        for result in run_local(shards, job, 2, stop, lambda *_: None):
+            ended.append(result)
             if not killed:
                 killed.append(job.running()[0])
                 os.kill(killed[0], signal.SIGKILL)
-    assert sorted(outcome.shard for outcome in ended) == shards  # each ends once
-    states = {outcome.shard: outcome.state for outcome in ended}
+    assert sorted(result.shard for result in ended) == shards  # each ends once
+    states = {result.shard: result.state for result in ended}
     assert states.pop(shards[7]) is State.FAILED
     assert set(states.values()) <= {State.NEW, State.DONE}
-    assert {outcome.reason for outcome in ended} == {None, "every process that tried it died"}
+    assert {result.reason for result in ended} == {None, "every process that tried it died"}
     calm = SlowJob("trees", "words", tmp_path / "calm", seconds=0)
     annotate(shards[:7], calm, workers=1, quiet=True)
     assert contents(tmp_path / "side") == contents(tmp_path / "calm")
@@ -87,9 +85,9 @@ def test_ctrl_c_lets_both_processes_finish_their_shards(tmp_path):
     shards = make_shards(tmp_path / "shards", 12)
     job = SlowJob("trees", "words", tmp_path / "side")
     ended = []
-    with Stop(lambda text: None) as stop:
-        for outcome in run_local(shards, job, 2, stop, lambda *_: None):
-            ended.append(outcome.shard)
+    with StopOnInterrupt(lambda text: None) as stop:
+        for result in run_local(shards, job, 2, stop, lambda *_: None):
+            ended.append(result.shard)
             if len(ended) == 2:
                 os.kill(os.getpid(), signal.SIGINT)
     assert 2 <= len(ended) <= 5
@@ -100,7 +98,7 @@ def test_what_is_wrong_with_the_job_is_one_error_from_any_number_of_processes(tm
     shards = make_shards(tmp_path / "shards", 3)
     wrong = Job("regions", "superpixels", tmp_path, options={"mots": 3})
     for workers in (1, 2):
-        with Stop() as stop, pytest.raises(UserError, match="did you mean 'most'"):
+        with StopOnInterrupt() as stop, pytest.raises(UserError, match="did you mean 'most'"):
             list(run_local(shards, wrong, workers, stop, lambda *_: None))
 
 
