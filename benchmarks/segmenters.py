@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
-from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.segmenters import Segmenter, SegmenterImage, load_segmenter
+from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import LARGEST, pack_mask
 from powerclip.data.tar_index import make_index
 

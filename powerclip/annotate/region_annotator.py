@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.pipeline import ShardAnnotator
 from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
 from powerclip.annotate.writer import RegionRows
 from powerclip.data.captions import content_hash
+from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import pack_mask
 from powerclip.data.sidecar import Annotator, Miss, RegionSidecar, read_regions
 from powerclip.data.tar_index import TarIndex

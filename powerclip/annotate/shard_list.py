@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from powerclip.data.shards import expand_shards
+from powerclip.data.shards import expand_shards, iter_names
 from powerclip.errors import UserError
 
 
@@ -26,7 +26,7 @@ def list_shards(arguments: Iterable[str]) -> list[str]:
     """
     shards: dict[str, None] = {}
     for argument in arguments:
-        for line in _lines(argument):
+        for line in iter_names(argument, "SHARDS"):
             shards.update(dict.fromkeys(_expand(line)))
     if not shards:
         raise UserError("no shard is named: give tars, a folder of them, or @list.txt")
@@ -90,17 +90,6 @@ def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
                 f"{taken[name]} and {shard} would have the same sidecar in {sidecars}: annotate them into two folders"
             )
         taken[name] = shard
-
-
-def _lines(argument: str) -> Iterator[str]:
-    if not argument.startswith("@"):
-        yield argument
-        return
-    try:
-        listed = Path(argument[1:]).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the list of shards {argument[1:]} cannot be read: {error}") from None
-    yield from (line.strip() for line in listed if line.strip() and not line.lstrip().startswith("#"))
 
 
 def _expand(line: str) -> list[str]:

@@ -8,7 +8,6 @@ shards, or from a TSV file: key, caption number, bracketed tree.
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import zlib
 from collections import Counter
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from powerclip.data import tar_index
 from powerclip.data.captions import content_hash
+from powerclip.data.decode import decode_squashed
 from powerclip.data.sidecar import Miss, find_sidecars, read_trees, sidecar_path
 from powerclip.data.tar_index import TarIndex, make_index, sample_captions
 from powerclip.data.trees import Tree, flat_tree, parse_bracketed, tree_from_spans
@@ -223,19 +223,5 @@ def _read_shard(shard: Path, size: int, pool: ThreadPoolExecutor, counts: Counte
 def _read_sample(file: int, index: TarIndex, number: int, size: int) -> _Sample:
     image = index.image(number)
     data = os.pread(file, image.size, image.offset)
-    return _Sample(index.keys[number], _decode(data, size), content_hash(data), sample_captions(file, index, number))
-
-
-def _decode(data: bytes, size: int) -> Tensor | None:
-    """An image as bytes [3, size, size], or None when it is not one."""
-    import numpy as np
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as pixels:
-            rgb = pixels.convert("RGB")
-            if rgb.size != (size, size):
-                rgb = rgb.resize((size, size), Image.Resampling.BICUBIC)
-            return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
+    captions = sample_captions(file, index, number)
+    return _Sample(index.keys[number], decode_squashed(data, size), content_hash(data), captions)

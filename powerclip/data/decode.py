@@ -1,7 +1,8 @@
-"""From the bytes of an image's file to the pixels of a crop, doing no more than the crop needs.
+"""From the bytes of an image's file to its pixels: a crop (shards), the whole (segmenters), a square (a corpus).
 
-Only the header is read before the crop is chosen. A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size when the crop
-still has the pixels that are asked for. Torch resizes bytes two to four times as fast as Pillow, with the same filter.
+For a crop no more is done than it needs: only the header is read before it is chosen, and a JPEG is then decoded at
+1/2, 1/4 or 1/8 of its size when the crop still has the pixels that are asked for. Torch resizes bytes two to four times
+as fast as Pillow, with the same filter.
 
 Images are taken as they lie in the file: an orientation in EXIF is not applied (open_clip does not either, and masks
 are stored in the same coordinates). Transparency is dropped, as open_clip does.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,7 +49,6 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     """
     from PIL import Image
 
-    faults: list[Fault] = []
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             width, height = image.size
@@ -59,8 +60,9 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
             shrunk = round(width / drafted[1][2]) if drafted else 1
             left, top = box.left // shrunk, box.top // shrunk
             right, bottom = -(-box.right // shrunk), -(-box.bottom // shrunk)
+            faults = _conversions(image)
             # Cut before it is converted and copied.
-            pixels = torch.from_numpy(np.array(_to_rgb(image, (left, top, right, bottom), faults)))
+            pixels = torch.from_numpy(np.array(to_rgb(image.crop((left, top, right, bottom)))))
     except BadSample:
         raise
     except Image.DecompressionBombError as error:
@@ -78,25 +80,67 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     return Crop(_resize(pixels, size), shares, faults)
 
 
-def _to_rgb(image: Image.Image, box: tuple[int, int, int, int], faults: list[Fault]) -> Image.Image:
-    """The box of an image's first frame as RGB, eight bits each; what had to be done is added to `faults`."""
+def decode_rgb(data: bytes, longest: int = 1024) -> npt.NDArray[np.uint8] | None:
+    """A whole image [H, W, 3] whose sides have at most `longest` pixels; None when the file is not readable."""
     from PIL import Image
 
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                return None
+            scale = min(1.0, longest / max(width, height))
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            image.draft("RGB", size)  # a large JPEG is decoded at a half, a quarter or an eighth
+            rgb = to_rgb(image)
+            return np.asarray(rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC))
+    except Exception:  # a broken file makes readers raise almost anything
+        return None
+
+
+def decode_squashed(data: bytes, size: int) -> Tensor | None:
+    """A whole image as bytes [3, size, size], whatever its shape; None when the file is not readable."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            rgb = to_rgb(image)
+            if rgb.size != (size, size):
+                rgb = rgb.resize((size, size), Image.Resampling.BICUBIC)
+            return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+    except Exception:  # a broken file makes readers raise almost anything
+        return None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image's first frame as RGB, eight bits each: 16 bits are scaled, transparency is dropped."""
+    from PIL import Image
+
+    if _is_deep(image):
+        values = np.asarray(image).astype(np.float32)
+        if image.mode != "F":
+            values /= 257  # 65,535 to 255
+        image = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:  # Pillow wants it named before it is dropped
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _is_deep(image: Image.Image) -> bool:
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def _conversions(image: Image.Image) -> list[Fault]:
+    """What has to be done to make an image RGB, where that is worth a word."""
+    faults = []
     # Cameras store a preview as a second frame (MPO); that does not move.
     if getattr(image, "is_animated", False) and image.format != "MPO":
         faults.append(Fault.ANIMATED)
-    cut = image.crop(box)
-    if cut.mode == "CMYK":
+    if image.mode == "CMYK":
         faults.append(Fault.CMYK)
-    elif cut.mode.startswith("I") or cut.mode == "F":
+    elif _is_deep(image):
         faults.append(Fault.DEEP)
-        values = np.asarray(cut).astype(np.float32)
-        if cut.mode != "F":
-            values /= 257  # 65,535 to 255
-        cut = Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
-    elif cut.mode == "P" and "transparency" in cut.info:  # Pillow wants it named before it is dropped
-        cut = cut.convert("RGBA")
-    return cut if cut.mode == "RGB" else cut.convert("RGB")
+    return faults
 
 
 def _resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:

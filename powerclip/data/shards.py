@@ -36,7 +36,7 @@ def expand_shards(text: str, setting: str) -> list[Path]:
     from braceexpand import braceexpand
 
     shards: list[Path] = []
-    for line in _lines(text, setting):
+    for line in iter_names(text, setting):
         try:
             spelled = list(braceexpand(str(expand_path(line, setting))))
         except ValueError:  # its UnbalancedBracesError
@@ -52,6 +52,20 @@ def expand_shards(text: str, setting: str) -> list[Path]:
     if repeated:
         raise UserError(f"{setting}: {repeated[0]} is named twice")
     return shards
+
+
+def iter_names(text: str, setting: str) -> Iterator[str]:
+    """The names in `@list.txt`, one a line, without comments; else `text` itself."""
+    if not text.startswith("@"):
+        yield text
+        return
+    path = expand_path(text[1:], setting)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"{setting}: the list of shards {path} cannot be read: {reason}") from None
+    yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
 @dataclass(frozen=True)
@@ -169,19 +183,6 @@ def _ensure_index(path: Path, folder: Path | None) -> None:
         load_index(path, folder)
     except OSError:
         return  # not there, or not to be read: counted when its samples are
-
-
-def _lines(text: str, setting: str) -> Iterator[str]:
-    if not text.startswith("@"):
-        yield text
-        return
-    path = expand_path(text[1:], setting)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{setting}: the list of shards {path} cannot be read: {reason}") from None
-    yield from (line.strip() for line in lines if line.strip() and not line.startswith("#"))
 
 
 def _way_out(strict: bool) -> str:

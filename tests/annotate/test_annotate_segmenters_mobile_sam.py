@@ -11,10 +11,10 @@ import pytest
 import torch
 from annotate_examples import photo
 
-from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 from powerclip.annotate.segmenters.mobile_sam import MobileSam, MobileSamNetwork, load_network
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
+from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import to_grid
 from powerclip.errors import UserError
 

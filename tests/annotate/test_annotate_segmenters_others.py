@@ -11,8 +11,8 @@ from annotate_examples import photo
 from PIL import Image
 from pycocotools import mask as coco
 
-from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
+from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import GRID, to_grid
 from powerclip.errors import UserError
 
@@ -141,5 +141,5 @@ def test_what_is_no_image_is_none(monkeypatch):
     whole = photo()
     for data in (b"", b"text", whole[:100], whole[: len(whole) // 2]):
         assert decode_rgb(data) is None
-    monkeypatch.setattr("powerclip.annotate.decode_image.MOST_PIXELS", 100)
+    monkeypatch.setattr("powerclip.data.decode.MOST_PIXELS", 100)
     assert decode_rgb(whole) is None

@@ -7,9 +7,9 @@ import pytest
 import torch
 from annotate_examples import make_shard, photo
 
-from powerclip.annotate.decode_image import decode_rgb
 from powerclip.annotate.region_annotator import RegionAnnotator
 from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
+from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import GRID
 from powerclip.data.sidecar import read_regions
 from powerclip.errors import UserError

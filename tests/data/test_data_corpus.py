@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from mini_corpus import COLOURS, png, write_shard
@@ -78,6 +79,13 @@ def test_a_caption_keeps_its_number_when_one_before_it_is_empty(tmp_path):
     corpus = read_corpus([shard], 8, trees)
     assert corpus.fallbacks == {}
     assert corpus.trees == [parse_bracketed("(NP a dog)", "a dog")]
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    file = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 32_896, np.uint16)).save(file, "png")
+    shard = write_shard(tmp_path / "a.tar", [("x.png", file.getvalue()), ("x.txt", "grey")])
+    assert read_corpus([shard], 8).images.unique().tolist() == [128]  # cut at 255 it would be white
 
 
 NESTED = "[" * 100_000  # deeper than json goes

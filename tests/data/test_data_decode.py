@@ -40,8 +40,8 @@ def test_a_crop_is_what_pillow_would_cut_and_resize(shape, form):
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
 def test_a_large_jpeg_is_decoded_small_and_looks_the_same(scale, monkeypatch):
-    decoded, original = [], decode._to_rgb
-    monkeypatch.setattr(decode, "_to_rgb", lambda image, *rest: decoded.append(image.size) or original(image, *rest))
+    decoded, original = [], decode._conversions
+    monkeypatch.setattr(decode, "_conversions", lambda image: decoded.append(image.size) or original(image))
     size = 32
     image = ramp(size * scale * 3 // 2, size * scale * 3 // 2, blue=120)
     data = encoded(image, "jpeg", quality=95)
