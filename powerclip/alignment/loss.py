@@ -188,7 +188,7 @@ def _score_selected(
     """
     regions, nodes, segments = parts.regions, parts.nodes, parts.segments
     (count, k), total = hard_captions.shape, len(hard_images)
-    own = torch.arange(count, device=labels.device)
+    local = torch.arange(count, device=labels.device)
     image = hard_images.flatten()
     caption = torch.arange(total, device=labels.device).repeat_interleave(k)
     present: Tensor | None = None  # the positions in the list of those pairs whose image is here; None: all are listed
@@ -198,7 +198,7 @@ def _score_selected(
         if choose_backend(config, regions.device) != "triton" or len(image) > MOST_LISTED:
             present = (image >= 0).nonzero().squeeze(-1)
             image, caption = image[present], caption[present]
-    images = torch.cat([own, own.repeat_interleave(k), image])
+    images = torch.cat([local, local.repeat_interleave(k), image])
     captions = torch.cat([labels, hard_captions.flatten(), caption])
     scores = score_pairs(regions, nodes, segments, images, captions, config)
     positive, row, column = scores.split([count, count * k, len(image)])
