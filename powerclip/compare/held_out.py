@@ -140,11 +140,13 @@ def measure_held_out(
             say(f"{head}failed: {error}")
             continue
         scores = {f"{name}/{metric}": value for name, one in scored.items() for metric, value in one.flat().items()}
-        tested[run.setting][run.seed] = found = replace(result, scores=scores, last={})
+        held_out_result = replace(result, scores=scores, last={})
+        tested[run.setting][run.seed] = held_out_result
         corrupt |= {name: list(one.corrupt) for name, one in scored.items() if one.corrupt}
         note = duration(time.perf_counter() - started) if anew else "measured before"
-        say(f"{head}{_describe(held_out, found)}  ({note})")
-    reasons = [found.reason for one in tested.values() for found in one.values() if isinstance(found, RunFailure)]
+        say(f"{head}{_describe(held_out, held_out_result)}  ({note})")
+    ended = [result for by_seed in tested.values() for result in by_seed.values()]
+    reasons = [result.reason for result in ended if isinstance(result, RunFailure)]
     if len(reasons) == len(runs):
         raise UserError(f"no model could be measured on the held-out data; the first: {reasons[0]}")
     _write(study, output, tested, held_out, corrupt)
@@ -181,8 +183,8 @@ class _Tester:
             write_atomic(path, (json.dumps({"run": run, "data": kept}, indent=1) + "\n").encode())
         scored = {}
         for data in self._held_out:
-            found = kept[data.digest]
-            scored[data.name] = Scored(found["parts"], found["counts"], tuple(found["corrupt"]))
+            record = kept[data.digest]
+            scored[data.name] = Scored(record["parts"], record["counts"], tuple(record["corrupt"]))
         return scored, bool(left)
 
 
@@ -293,8 +295,8 @@ def _write(
                 "about": setting.about,
                 "summary": summary(study, tested, setting.name, measures),
                 "runs": {
-                    str(seed): {"error": found.reason} if isinstance(found, RunFailure) else {"scores": found.scores}
-                    for seed, found in tested[setting.name].items()
+                    str(seed): {"error": result.reason} if isinstance(result, RunFailure) else {"scores": result.scores}
+                    for seed, result in tested[setting.name].items()
                 },
             }
             for setting in study.settings

@@ -119,11 +119,11 @@ def lines(results: StudyResults, counts: Mapping[str, int]) -> list[Line]:
             made.append(Line("Composition", KIND_LABELS[kind], key, 50.0))
     made.append(Line("Composition", "mean", "scenes/composition/mean_kind_acc", 50.0))
     # Untrained towers already point at objects, which stand out: whether at the right one is what matters.
-    for way, query in (("words", "in caption"), ("text", "alone")):
+    for query, label in (("words", "in caption"), ("text", "alone")):
         for which, target in (("", "its own"), ("_any", "any")):
             chance = 100 * first.scores[f"scenes/pointing/pointing_chance{which}"]
-            key = f"scenes/pointing/pointing_{way}{which}"
-            made.append(Line("Pointing game", f"{query}: {target}", key, chance))
+            key = f"scenes/pointing/pointing_{query}{which}"
+            made.append(Line("Pointing game", f"{label}: {target}", key, chance))
     return made
 
 
@@ -134,12 +134,12 @@ def quickstart_table(
     rows = []
     for line in measures:
         scored = [list(values(results, name, Measure(line.key, line.label)).values()) for name in MODELS]
-        baseline, ours = (mean(found) for found in scored)
+        baseline, ours = map(mean, scored)
         marks = rank([baseline, ours])
         ahead = [name for name, mark in zip(CLASSES.values(), marks, strict=True) if mark == "best"]
         cells = [
             Cell(fixed(line.chance)),
-            *(Cell(mean_std(found), mark) for found, mark in zip(scored, marks, strict=True)),
+            *(Cell(mean_std(own), mark) for own, mark in zip(scored, marks, strict=True)),
             Cell(signed(ours - baseline), css=f"ahead-{ahead[0]}" if ahead else ""),
         ]
         rows.append(Row(line.label, cells, line.section, css="mean" if line.label == "mean" else ""))

@@ -121,13 +121,13 @@ class RunTable:
     def look_up(self, run: Run) -> bool:
         """Note a run that need not be trained; False when it has to be."""
         try:
-            found = self._find(run)
+            finished_before = self._find(run)
         except UserError as error:
             self.note(run, RunFailure(str(error)))
             return True
-        if found is not None:
-            self.note(run, *found)
-        return found is not None
+        if finished_before is not None:
+            self.note(run, *finished_before)
+        return finished_before is not None
 
     def _find(self, run: Run) -> tuple[Results, str] | None:
         """The results of a run that is finished here or beside, and a remark where they are from."""

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 def paired_p(ours: Sequence[float], baseline: Sequence[float]) -> float | None:
     """The two-sided p-value of the mean difference; value i of both comes from the same seed.
 
-    None with fewer than two pairs: one difference says nothing about its spread.
+    None with fewer than two pairs: one difference has no standard deviation.
     """
     differences = [one - other for one, other in zip(ours, baseline, strict=True)]
     error = paired_error(ours, baseline)

@@ -24,9 +24,9 @@ class Measure:
 
     def value(self, results: Results) -> float | None:
         """Its value in a run, in percent; None when that was not measured."""
-        found = [results.scores.get(key, results.last.get(key)) for key in self.over or (self.key,)]
-        known = [value for value in found if value is not None]
-        return 100 * mean(known) if len(known) == len(found) else None
+        shares = [results.scores.get(key, results.last.get(key)) for key in self.over or (self.key,)]
+        measured = [share for share in shares if share is not None]
+        return 100 * mean(measured) if len(measured) == len(shares) else None
 
 
 _RECALL_AT_1 = ("retrieval/text_retrieval_recall@1", "retrieval/image_retrieval_recall@1")
@@ -149,8 +149,8 @@ def summary(study: Study, results: StudyResults, name: str, measures: Sequence[M
 
 def values(results: StudyResults, name: str, measure: Measure) -> dict[int, float]:
     """Seed → value, of the runs of a setting that have one."""
-    found = {seed: measure.value(result) for seed, result in results[name].items() if isinstance(result, Results)}
-    return {seed: value for seed, value in found.items() if value is not None}
+    finished = {seed: result for seed, result in results[name].items() if isinstance(result, Results)}
+    return {seed: value for seed, result in finished.items() if (value := measure.value(result)) is not None}
 
 
 def difference(study: Study, results: StudyResults, name: str, measure: Measure) -> Difference | None:
@@ -190,10 +190,8 @@ def mean_std(scored: Sequence[float], digits: int = 1) -> str:
 def _cells(study: Study, results: StudyResults, measure: Measure, digits: int = 1) -> dict[str, Cell]:
     """Setting → its mean and standard deviation, marked by rank."""
     scored = {setting.name: list(values(results, setting.name, measure).values()) for setting in study.settings}
-    marks = rank([mean(found) if found and measure.compared else None for found in scored.values()], digits)
-    return {
-        name: Cell(mean_std(found, digits), mark) for (name, found), mark in zip(scored.items(), marks, strict=True)
-    }
+    marks = rank([mean(own) if own and measure.compared else None for own in scored.values()], digits)
+    return {name: Cell(mean_std(own, digits), mark) for (name, own), mark in zip(scored.items(), marks, strict=True)}
 
 
 def _describe_time(study: Study, results: StudyResults, name: str) -> str:

@@ -260,12 +260,12 @@ def rank(values: Sequence[float | None], digits: int = 1) -> list[Mark]:
     Where all that were measured are level, none is ahead. Of two, the second is the last and has no mark.
     """
     known = [float(fixed(value, digits)) for value in values if value is not None]
-    places = sorted(set(known), reverse=True)
-    if len(places) < 2:
+    distinct = sorted(set(known), reverse=True)
+    if len(distinct) < 2:
         return [""] * len(values)
-    marks: dict[float, Mark] = {places[0]: "best"}
+    marks: dict[float, Mark] = {distinct[0]: "best"}
     if len(known) > 2:
-        marks[places[1]] = "second"
+        marks[distinct[1]] = "second"
     return ["" if value is None else marks.get(float(fixed(value, digits)), "") for value in values]
 
 
@@ -279,4 +279,4 @@ def _markdown(text: str) -> str:
 
 def _latex(text: str) -> str:
     named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "±": r"$\pm$"}
-    return re.sub(r"[\\~^&%$#_{}–±]", lambda found: named.get(found[0], f"\\{found[0]}"), text)
+    return re.sub(r"[\\~^&%$#_{}–±]", lambda match: named.get(match[0], f"\\{match[0]}"), text)
