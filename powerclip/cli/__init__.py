@@ -18,11 +18,11 @@ from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
 from powerclip.cli import evaluate as evaluation
 from powerclip.cli import train as training
-from powerclip.cli.process import later_rank
+from powerclip.cli.process import is_other_rank
 from powerclip.errors import UserError
 
-# Seconds in which torchrun ends all ranks after the first one has failed.
-FIRST_RANK_SPEAKS = 10
+# Seconds in which torchrun ends all ranks after the main one has failed.
+MAIN_RANK_SECONDS = 10
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file allowed
 
@@ -44,7 +44,7 @@ def main() -> None:
     except UserError as error:
         fail(str(error))
     except RuntimeError as error:
-        # torch tells of a killed worker wherever this process is, also while it ends.
+        # torch raises for a killed worker wherever this process is, also while it ends.
         if "DataLoader worker" not in str(error):
             raise
         from powerclip.data.loader import WORKER_KILLED
@@ -60,17 +60,17 @@ def main() -> None:
 
 def fail(message: str) -> NoReturn:
     """Print an error as one line and exit with code 2."""
-    if later_rank():
-        # Most errors strike all ranks alike, and torchrun ends the others once the first has failed. Whoever is still
-        # here after a while has failed alone.
-        time.sleep(FIRST_RANK_SPEAKS)
+    if is_other_rank():
+        # Most errors occur on all ranks, and torchrun ends the others once the main one has failed. A rank that is
+        # still running after that has failed alone.
+        time.sleep(MAIN_RANK_SECONDS)
         message = f"rank {os.environ['RANK']}: {message}"
     print(f"powerclip: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and leave."""
+    """Print the version and exit."""
     if wanted:
         print(f"powerclip {__version__}")
         raise typer.Exit

@@ -13,8 +13,8 @@ from powerclip.errors import UserError
 from powerclip.runtime.signals import EXIT_PREEMPTED, Preempted
 
 
-def later_rank() -> bool:
-    """Whether torchrun started this process as another one than its first."""
+def is_other_rank() -> bool:
+    """Whether torchrun started this process as another rank than the main one."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -32,10 +32,10 @@ def interruptible(advice: str) -> Iterator[None]:
     try:
         yield
     except Preempted as stopped:
-        if not later_rank():
+        if not is_other_rank():
             print(f"powerclip: {stopped}; {advice}", file=sys.stderr)
         raise typer.Exit(EXIT_PREEMPTED) from None
     except KeyboardInterrupt:
-        if not later_rank():
+        if not is_other_rank():
             print(f"powerclip: interrupted; {advice}", file=sys.stderr)
         raise typer.Exit(130) from None

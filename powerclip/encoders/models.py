@@ -180,14 +180,14 @@ def _obstacle(config: dict[str, Any]) -> str | None:
 def _split(name: str) -> tuple[str, str | None]:
     """`ViT-B-16/tag` → name and tag; `ViT-B/16`, as the papers write it, is a name."""
     names = open_clip.list_models()
-    whole = name.replace("/", "-")
-    if whole in names:
-        return whole, None
+    full = name.replace("/", "-")
+    if full in names:
+        return full, None
     head, _, tag = name.rpartition("/")
     if head.replace("/", "-") in names:
         return head.replace("/", "-"), tag
     raise UserError(
-        f"there is no model or directory {name!r}{nearest(whole, supported_models())}; a name is one of open_clip's, "
+        f"there is no model or directory {name!r}{nearest(full, supported_models())}; a name is one of open_clip's, "
         "such as ViT-B-16, and a directory holds open_clip_config.json"
     )
 

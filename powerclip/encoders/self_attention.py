@@ -35,7 +35,7 @@ class SelfAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attended tokens [C, N, D]; the weights only where they are asked for, which takes torch's own way.
+        """The attended tokens [C, N, D]; the weights only where they are asked for, by torch's own implementation.
 
         A mask [C] says how many tokens of each row are there: the rest comes after them.
         """

@@ -236,7 +236,7 @@ class AClip(Objective):
         """Move the teacher towards the tower."""
         teacher = [*self.teacher.parameters(), *self.teacher_projection.parameters()]
         student: list[Any] = [*encoder.clip.visual.parameters(), *self.projection.parameters()]
-        # The teacher is whole on every rank, also where the tower is sharded.
+        # The teacher is not sharded, also where the tower is.
         student = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in student]
         torch._foreach_lerp_(teacher, student, 1 - self.momentum)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from powerclip.objectives.base import Objective, Terms, clamp_scale, learned_scale, real_tokens
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.late_interaction import group_lengths, late_interaction, spread_lengths
+from powerclip.objectives.late_interaction import expand_lengths, group_lengths, late_interaction
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 
@@ -89,7 +89,7 @@ def filip_loss(
         missing = max(size for size, *_ in found) - real.shape[1]
         unit_words = ranks.gather(F.pad(unit_words, (0, 0, 0, missing)))
         real = ranks.gather(F.pad(real, (0, missing)))
-        lengths = [length for _, *groups in found for length in spread_lengths(groups, count)]
+        lengths = [length for _, *groups in found for length in expand_lengths(groups, count)]
     image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real, lengths)  # [images, captions] both
     labels = torch.arange(count, device=real.device) + ranks.rows(count).start
     # A caption's images lie in a column, which crosses all ranks.

@@ -75,8 +75,8 @@ def group_lengths(lengths: Sequence[int]) -> list[int]:
     return [ordered[start : start + size][-1] for start in range(0, len(ordered), size)]
 
 
-def spread_lengths(groups: Sequence[int], captions: int) -> list[int]:
-    """What `group_lengths` tells of some captions as a length for each, which none exceeds."""
+def expand_lengths(groups: Sequence[int], captions: int) -> list[int]:
+    """A length for each caption that none exceeds, from the `group_lengths` of captions."""
     return [groups[number // _group_size(captions)] for number in range(captions)]
 
 
@@ -111,9 +111,9 @@ class _LateInteraction(torch.autograd.Function):
     def forward(
         context: Any, patches: Tensor, words: Tensor, share: Tensor, groups: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, Tensor]:
-        parts = []
+        parts, maxima = [], _compiled_on_gpu(patches, _maxima)
         for group, of_caption in zip(_unpack(words, groups), _unpack(share, groups), strict=True):
-            blocks = [_on(patches, _maxima)(patches[rows], group, of_caption) for rows in _blocks(patches, group)]
+            blocks = [maxima(patches[rows], group, of_caption) for rows in _blocks(patches, group)]
             parts.append([torch.cat(block) for block in zip(*blocks, strict=True)])
         image_to_text, text_to_image, best_word, best_patch = zip(*parts, strict=True)
         context.groups = groups
@@ -140,7 +140,7 @@ class _LateInteraction(torch.autograd.Function):
             strict=True,
         ):
             for rows in _blocks(patches, group):
-                weights = _on(patches, _weights)(
+                weights = _compiled_on_gpu(patches, _weights)(
                     best_word[rows], best_patch[rows], of_text[rows], of_image[rows], of_caption, patches.dtype
                 )
                 weights = weights.flatten(2).flatten(0, 1)  # [B·N, G·L]
@@ -189,7 +189,7 @@ def _index_type(size: int) -> torch.dtype:
     return torch.uint8 if size <= 256 else torch.int16
 
 
-def _on(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_on_gpu(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled where a GPU would otherwise read each block from memory several times."""
     return _compiled(function) if tensor.is_cuda else function
 

@@ -29,7 +29,7 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 
 class BadCheckpoint(UserError):
-    """A file that is not a checkpoint of ours, or no longer a whole one."""
+    """A file that is not a checkpoint of powerclip, or is damaged."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -46,8 +46,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def write(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     """Write the state of a step and drop all but the last `keep` checkpoints.
 
-    The file gets its name only once its bytes are on the disk: whoever is killed on the way leaves the previous
-    checkpoint as it was.
+    The file gets its name only once its bytes are on the disk: a process that is killed meanwhile leaves the
+    previous checkpoint as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = checkpoint_path(folder, step)

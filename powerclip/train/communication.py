@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other in one step, on paper: bytes for each GPU, and the time that links take.
+"""What the ranks of a run send each other in one step, estimated: bytes for each GPU, and the time that links take.
 
 W ranks, C pairs in the global batch, D width, K nodes of a caption, P trained parameters. Everything is float32.
 A ring moves (W-1)/W of a gathered tensor through each GPU, and twice that for a sum that all ranks get:

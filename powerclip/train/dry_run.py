@@ -181,7 +181,7 @@ def describe_output(recipe: Recipe, state: TrainState, folder: RunFolder) -> Ite
 
 
 def folder_state(folder: RunFolder) -> str:
-    """What `train` would say to this folder."""
+    """What `train` would do with this folder."""
     if folder.finished:
         return "holds a finished run (--overwrite replaces it)"
     if folder.holds_run():

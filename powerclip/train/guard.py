@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from powerclip.errors import UserError
 from powerclip.objectives import Terms
 
-# Steps that a GPU may lie behind what the host has asked of it; more would only queue memory.
+# Steps that the host may be ahead of a GPU; more would only queue memory.
 LAG = 2
 
 
@@ -45,8 +45,8 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a step showed, on its way to the host."""
+class _StepValues:
+    """Loss, norm and logged parts of a step, on their way to the host."""
 
     step: int
     names: tuple[str, ...]
@@ -59,15 +59,15 @@ class Guard:
 
     Args:
         most: `train.max_skipped`.
-        modules: what is trained; looked through when something is wrong.
-        warn: told of the first of a row of updates that were left out.
+        modules: what is trained; searched for values that are not finite when a step fails.
+        warn: called for the first of a row of updates that were skipped.
     """
 
     def __init__(self, most: int, modules: Sequence[nn.Module], warn: Callable[[str], None]):
         self.skipped = 0  # in the whole run
         self._row = 0
         self._most, self._modules, self._warn = most, tuple(modules), warn
-        self._waiting: deque[_Seen] = deque()
+        self._waiting: deque[_StepValues] = deque()
 
     def check(self, step: int, terms: Terms, norm: Tensor) -> None:
         """Check a step that was just done; on a GPU the one `LAG` before it, which the host need not wait for."""
@@ -79,14 +79,14 @@ class Guard:
             values = host.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._waiting.append(_Seen(step, tuple(named), values, arrived))
+        self._waiting.append(_StepValues(step, tuple(named), values, arrived))
         while len(self._waiting) > (LAG if arrived else 0):
-            self._look(self._waiting.popleft())
+            self._inspect(self._waiting.popleft())
 
     def flush(self) -> None:
         """Check every step that was done: before weights are written, and at the end."""
         while self._waiting:
-            self._look(self._waiting.popleft())
+            self._inspect(self._waiting.popleft())
 
     def snapshot(self) -> dict[str, int]:
         """What `restore` brings back."""
@@ -96,31 +96,32 @@ class Guard:
         """Go on counting where a checkpoint stopped."""
         self.skipped, self._row = saved.get("skipped", 0), saved.get("row", 0)
 
-    def _look(self, seen: _Seen) -> None:
-        if seen.arrived is not None:
-            seen.arrived.synchronize()
-        found = dict(zip(seen.names, seen.values.tolist(), strict=True))
+    def _inspect(self, values: _StepValues) -> None:
+        if values.arrived is not None:
+            values.arrived.synchronize()
+        found = dict(zip(values.names, values.values.tolist(), strict=True))
         if math.isfinite(found["loss"]) and math.isfinite(found["gradient norm"]):
             self._row = 0
             return
         self.skipped += 1
         self._row += 1
-        values = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
         broken = not_finite(self._modules)
         if broken:
             raise UserError(
-                f"training diverged at step {seen.step}: {values}. Weights that are no longer finite: {_some(broken)}. "
-                "Go back to a checkpoint and try a smaller optim.lr, a longer optim.warmup or optim.grad_clip=1"
+                f"training diverged at step {values.step}: {shown}. Weights that are no longer finite: "
+                f"{_some(broken)}. Go back to a checkpoint and try a smaller optim.lr, a longer optim.warmup or "
+                "optim.grad_clip=1"
             )
         if self._row > self._most:
             raise UserError(
-                f"training diverged: {self._row} updates in a row, up to step {seen.step}, had a loss or a gradient "
-                f"that is not finite and were left out ({values}; {self._where()}). The weights are finite: try a "
+                f"training diverged: {self._row} updates in a row, up to step {values.step}, had a loss or a gradient "
+                f"that is not finite and were left out ({shown}; {self._where()}). The weights are finite: try a "
                 "smaller optim.lr, a longer optim.warmup or optim.grad_clip=1, look at the data of these steps, or "
                 "allow more with train.max_skipped"
             )
         if self._row == 1:
-            self._warn(f"step {seen.step}: {values}; the update was left out")
+            self._warn(f"step {values.step}: {shown}; the update was left out")
 
     def _where(self) -> str:
         bad = not_finite(self._modules, gradients=True)

@@ -325,7 +325,7 @@ def share_terms(terms: Terms, ranks: Ranks) -> Terms:
 
 
 def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
-    """Scores of the model as it is, under `evaluate/…`; training goes on as if nothing had been asked.
+    """Scores of the model as it is, under `evaluate/…`; random generators and the towers' mode stay as they are.
 
     All ranks ask, and each embeds its share.
     """

@@ -57,14 +57,14 @@ def replicate(towers: Towers, device: torch.device) -> nn.Module:
 
 
 def shard(towers: Towers, device: torch.device) -> None:
-    """Spread the weights of both towers over all ranks, in place: each block by itself, and the rest together."""
+    """Shard the weights of both towers over all ranks, in place: each block by itself, and the rest together."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in transformer_blocks(towers.encoder):
         fully_shard(block, mesh=mesh)
-    # A scale is one number: nothing to share out.
+    # A scale is one number: nothing to shard.
     fully_shard(towers, mesh=mesh, ignored_params={p for p in towers.parameters() if p.ndim == 0})
     register_fsdp_forward_method(towers, "plan")
 
@@ -87,7 +87,7 @@ def no_sync(towers: nn.Module) -> Iterator[None]:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a tensor is one of those that are spread over ranks."""
+    """Whether a tensor is sharded over ranks."""
     return hasattr(value, "full_tensor")
 
 
@@ -104,7 +104,7 @@ def full_tensors(value: Any) -> Any:
 
 
 def shard_like(value: Tensor, pattern: Any) -> Tensor:
-    """A whole tensor as `pattern` has it: this rank's part of it where that is sharded."""
+    """A full tensor as `pattern` has it: this rank's shard of it where that is sharded."""
     if not is_sharded(pattern):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -114,14 +114,14 @@ def shard_like(value: Tensor, pattern: Any) -> Tensor:
 
 
 def load_module(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give a module, sharded or not, the values of a whole state dict."""
+    """Give a module, sharded or not, the values of a full state dict."""
     patterns = module.state_dict()
     parts = {name: shard_like(value, patterns.get(name)) for name, value in saved.items()}
     module.load_state_dict(parts)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give an optimiser of sharded or whole parameters the values of a whole state dict."""
+    """Give an optimiser of sharded or full parameters the values of a full state dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def fit(value: Any, parameter: Tensor) -> Any:

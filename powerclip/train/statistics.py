@@ -39,12 +39,12 @@ class StepTimer:
         """
         source = iter(batches)
         while True:
-            asked = time.perf_counter()
+            began = time.perf_counter()
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            self._waited += time.perf_counter() - asked
+            self._waited += time.perf_counter() - began
             yield batch
 
     @contextmanager
@@ -95,7 +95,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """Resident memory of a process; None where the system does not tell."""
+    """Resident memory of a process; None where the system does not say."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

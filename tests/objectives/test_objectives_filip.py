@@ -15,7 +15,7 @@ from powerclip.objectives import Filip, FilipSettings, late_interaction
 from powerclip.objectives.base import real_tokens
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.filip import filip_loss
-from powerclip.objectives.late_interaction import group_lengths, spread_lengths
+from powerclip.objectives.late_interaction import expand_lengths, group_lengths
 
 
 def literal(v, t, real):
@@ -98,7 +98,7 @@ def test_what_ranks_tell_each_other_of_their_lengths_bounds_the_captions_of_all(
     of_ranks = [torch.randint(2, 78, (count,), generator=generator).tolist() for count in counts]
     told = [group_lengths(of_rank) for of_rank in of_ranks]
     assert all(len(groups) <= 8 for groups in told)
-    bounds = [bound for groups, count in zip(told, counts, strict=True) for bound in spread_lengths(groups, count)]
+    bounds = [bound for groups, count in zip(told, counts, strict=True) for bound in expand_lengths(groups, count)]
     assert len(bounds) == sum(counts)
     lengths = [length for of_rank in of_ranks for length in of_rank]
     assert all(length <= bound for length, bound in zip(sorted(lengths), sorted(bounds), strict=True))
@@ -111,7 +111,7 @@ def test_as_a_gpu_compiles_it_each_length_is_one_shape(monkeypatch):
         late_interaction, "compile_shapes", partial(late_interaction.compile_shapes, backend="aot_eager")
     )
     compiled = cache(late_interaction._compiled.__wrapped__)
-    monkeypatch.setattr(late_interaction, "_on", lambda tensor, function: compiled(function))
+    monkeypatch.setattr(late_interaction, "_compiled_on_gpu", lambda tensor, function: compiled(function))
     v, t, _ = draw(16, 2, 16)
     lengths = [3, 4, 5, 6, 7, 8, 8, 8, 8, 8, 9, 10, 11, 12, 15, 16]
     real = torch.arange(16) < torch.tensor(lengths).unsqueeze(1)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import powerclip
-from powerclip.cli import FIRST_RANK_SPEAKS, app, fail
+from powerclip.cli import MAIN_RANK_SECONDS, app, fail
 from powerclip.data.batch import BatchSpec
 from powerclip.data.corpus import read_corpus
 from powerclip.data.corpus_loader import CorpusLoader, pack_corpus
@@ -358,7 +358,7 @@ def test_an_error_that_strikes_all_ranks_is_said_by_the_first_and_one_that_does_
             fail("no shard")
         assert capsys.readouterr().err.strip() == said
     # Time enough for torchrun to end the third rank, had the first one failed.
-    assert waited == [FIRST_RANK_SPEAKS]
+    assert waited == [MAIN_RANK_SECONDS]
 
 
 @pytest.mark.parametrize("command", ["compare", "quickstart"])
