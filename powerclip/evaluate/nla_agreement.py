@@ -32,8 +32,8 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.errors import UserError
+from powerclip.evaluate.nla_figure import nla_figure
 from powerclip.report.heatmaps import save_png
-from powerclip.report.nla_figure import nla_figure
 from powerclip.report.table import NOTHING, Table
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import track
