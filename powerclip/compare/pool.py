@@ -20,7 +20,7 @@ from powerclip.errors import UserError
 from powerclip.runtime.processes import ProcessPool, Report, WorkerFunction
 from powerclip.runtime.progress import Progress
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
-from powerclip.train.data import CorpusStore
+from powerclip.train.data_cache import DataCache
 from powerclip.train.loop import train
 from powerclip.train.recipe import differences
 from powerclip.train.results import Results, write_results
@@ -41,7 +41,7 @@ class WorkerResult:
 
 def train_run(
     run: Run,
-    store: CorpusStore,
+    cache: DataCache,
     console: Console,
     *,
     quiet: bool,
@@ -57,7 +57,7 @@ def train_run(
             overwrite=not resume,
             quiet=quiet,
             console=console,
-            store=store,
+            cache=cache,
             on_step=on_step,
         )
         return trained.results
@@ -65,10 +65,10 @@ def train_run(
         return RunFailure(str(error))
 
 
-def train_in_turn(runs: Sequence[Run], store: CorpusStore, console: Console, *, quiet: bool) -> Iterator[RunResult]:
+def train_in_turn(runs: Sequence[Run], cache: DataCache, console: Console, *, quiet: bool) -> Iterator[RunResult]:
     """Train runs in this process, one after the other."""
     for run in runs:
-        yield run, train_run(run, store, console, quiet=quiet)
+        yield run, train_run(run, cache, console, quiet=quiet)
 
 
 class Processes:
@@ -169,12 +169,12 @@ def _load(gpus: Sequence[str], number: int, count: int) -> WorkerFunction[Run, W
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]  # read when CUDA is first used, which is later
     if "OMP_NUM_THREADS" not in os.environ:  # a user's own number stays
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    store = CorpusStore()
+    cache = DataCache()
 
     def work(run: Run, report: Report) -> WorkerResult:
         printed = io.StringIO()
         try:
-            result = train_run(run, store, Console(file=printed), quiet=True, on_step=_StepReporter(report))
+            result = train_run(run, cache, Console(file=printed), quiet=True, on_step=_StepReporter(report))
         except Preempted:
             sys.exit()
         if isinstance(result, Results) and count > max(1, len(gpus)):

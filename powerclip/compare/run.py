@@ -34,7 +34,7 @@ from powerclip.report.curves_page import curves_page
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import duration, print_line
-from powerclip.train.data import CorpusStore
+from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import describe
 from powerclip.train.metrics import read_metrics
 from powerclip.train.recipe import FREE_ON_RESUME, Recipe, differences
@@ -89,7 +89,7 @@ class RunOptions:
     log_steps: bool = False  # print logged steps also where there is no terminal; else one line for each run
     quiet: bool = False  # print the tables alone
     console: Console = field(default_factory=Console)
-    store: CorpusStore | None = None  # the corpora in memory, where several studies share them
+    cache: DataCache | None = None  # the corpora in memory, where several studies share them
     finished: FinishedRuns = field(default_factory=FinishedRuns)
     processes: Processes | None = None  # to train several runs at a time; without, or with one, they run here in turn
 
@@ -214,9 +214,9 @@ def run_study(study: Study, output: Path, seeds: Sequence[int], options: RunOpti
     if options.processes and options.processes.count > 1:
         trained = options.processes.train(list(same), options.console, quiet=options.quiet)
     else:
-        store = options.store or CorpusStore(options.say)
+        cache = options.cache or DataCache(options.say)
         quiet = options.quiet or not (options.console.is_terminal or options.log_steps)
-        trained = train_in_turn(list(same), store, options.console, quiet=quiet)
+        trained = train_in_turn(list(same), cache, options.console, quiet=quiet)
     for run, result in trained:
         table.note(run, result)
         for other in same[run]:
@@ -266,7 +266,7 @@ def compare_studies(
     Raises:
         UserError: at the end, when a study has failed.
     """
-    options = replace(options, store=options.store or CorpusStore(None if options.quiet else options.say))
+    options = replace(options, cache=options.cache or DataCache(None if options.quiet else options.say))
     failed: dict[str, str] = {}
     for name, study in studies.items():  # at once, not after hours of other studies
         if isinstance(study, str):

@@ -18,6 +18,7 @@ from pathlib import Path
 from powerclip.data.paths import expand_path
 from powerclip.data.tar_index import IndexInfo, find_info, load_index
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.runtime.progress import Progress
 
 MISSING = "missing or not to be opened"
@@ -97,8 +98,7 @@ def open_shards(
     *,
     strict: bool = False,
     max_bad: float = 1.0,
-    rank: int = 0,
-    world_size: int = 1,
+    ranks: Ranks = SINGLE,
     progress: bool = False,
 ) -> ShardSet:
     """Count the samples of shards, from their indices; those that have none are read once.
@@ -108,13 +108,13 @@ def open_shards(
         folder: where indices are kept, when not beside the tars.
         strict: damage of any kind is an error.
         max_bad: the largest share of shards, and of a shard's samples, that may be unusable.
-        rank, world_size: of the process; several that start together share the work of indexing.
+        ranks: several that start together share the work of indexing.
         progress: show a bar on a terminal while tars are indexed.
 
     Raises:
         UserError: too much is damaged, nothing can be used, or an index can be kept nowhere.
     """
-    infos = _infos(paths, folder, rank * len(paths) // max(1, world_size), progress)
+    infos = _infos(paths, folder, ranks.rank * len(paths) // ranks.count, progress)
     damage: dict[str, list[Path]] = {}
     left_out: Counter[str] = Counter()
     for path, info in zip(paths, infos, strict=True):

@@ -1,120 +1,31 @@
-"""From a recipe to its batches. Corpora are read and packed once and shared by the runs of a process."""
+"""From a recipe to the loader of its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from open_clip import CLIPTextCfg
 
 from powerclip.data.batch import BatchSpec
-from powerclip.data.corpus import Corpus, TreeSidecars, find_trees, read_corpus
-from powerclip.data.corpus_loader import CorpusLoader, PackedCorpus, pack_corpus
+from powerclip.data.corpus import TreeSidecars, find_trees
+from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.loader import BatchLoader
-from powerclip.data.masks import CorpusMasks, read_masks
-from powerclip.data.paths import expand_path, expand_pattern
+from powerclip.data.paths import expand_pattern
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader, ShardOptions
-from powerclip.data.shards import ShardSet, expand_shards, open_shards
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
-from powerclip.data.tokens import CaptionTokenizer, Nodes
+from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.evaluate.embedder import PixelStore
-from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.inputs import existing_file
+from powerclip.train.data_cache import DataCache
+from powerclip.train.inputs import existing_file, sidecar_folder
 from powerclip.train.recipe import FLAT, DataSection, Recipe
-
-T = TypeVar("T")
 
 # Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.
 COMPILED_MULTIPLE, EAGER_MULTIPLE = 16, 8
-
-
-class CorpusStore:
-    """Corpora and benchmarks that were read, by what they were read from. Hand the same store to several runs.
-
-    `say` is told, once, what each holds.
-    """
-
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self.pixels = PixelStore()  # images that evaluations have prepared
-        self._kept: dict[Hashable, Any] = {}
-        self._say = say
-
-    def corpus(
-        self, shards: str, setting: str, size: int, trees: Path | TreeSidecars | None = None, note: str = ""
-    ) -> Corpus:
-        """The corpus of a recipe's `setting`, its images `size` pixels high and wide; `note` says where trees are."""
-        paths = tuple(expand_pattern(shards, setting))
-
-        def read() -> Corpus:
-            corpus = read_corpus(paths, size, trees, progress=self._say is not None)
-            self._tell(shards, f"{corpus.summary()}; {note}" if note else corpus.summary())
-            return corpus
-
-        return self._once(("corpus", paths, size, trees), read)
-
-    def task(self, source: str, paths: Sequence[Path], read: Callable[[Sequence[Path]], Task]) -> Task:
-        """What `read` finds at the paths of an evaluation's `source`."""
-
-        def read_and_say() -> Task:
-            task = read(paths)
-            self._tell(source, task.summary)
-            return task
-
-        return self._once(("task", tuple(paths)), read_and_say)
-
-    def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
-        """The shards of a recipe's data section, indexed."""
-        assert data.shards is not None  # DataSection sees to it
-        shards = data.shards
-        paths = tuple(expand_shards(shards, "data.shards"))
-        folder = _sidecar_folder(data)
-
-        def find() -> ShardSet:
-            found = open_shards(
-                paths,
-                folder,
-                strict=data.strict,
-                max_bad=data.max_bad,
-                rank=ranks.rank,
-                world_size=ranks.count,
-                progress=self._say is not None,
-            )
-            self._tell(shards, found.summary())
-            return found
-
-        return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
-
-    def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
-        """A corpus of this store, packed for batches."""
-        # The tokenizer's class is always open_clip's own; its context length is what can differ.
-        key = ("packed", id(corpus), tokenizer.context_length, nodes, device)
-        return self._once(key, lambda: pack_corpus(corpus, tokenizer, nodes, device))
-
-    def masks(self, corpus: Corpus, data: DataSection, device: torch.device) -> CorpusMasks:
-        """The masks of a corpus of this store, on the device."""
-        folder = _sidecar_folder(data)
-
-        def read() -> CorpusMasks:
-            masks = read_masks(corpus, folder)
-            self._tell(data.sidecars or str(data.shards), masks.summary())
-            return masks.to(device)
-
-        return self._once(("masks", id(corpus), folder, device), read)
-
-    def _tell(self, source: str, summary: str) -> None:
-        if self._say:
-            self._say(f"{source}: {summary}")
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]  # type: ignore[no-any-return]
 
 
 def kept_size(image_size: tuple[int, int]) -> int:
@@ -126,7 +37,7 @@ def make_loader(
     recipe: Recipe,
     encoder: DualEncoder,
     *,
-    store: CorpusStore | None = None,
+    cache: DataCache | None = None,
     device: torch.device | str = "cpu",
     compiled: bool = False,
     ranks: Ranks = SINGLE,
@@ -134,17 +45,17 @@ def make_loader(
 ) -> BatchLoader:
     """The batches that a recipe describes, in the form that an encoder reads.
 
-    `store` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
+    `cache` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
     different lengths of captions; `ranks` share each batch; `warn` is told, once, of each kind of fault in shards.
     """
     spec = batch_spec(recipe, encoder, torch.device(device), compiled)
     tokenizer = _checked_tokenizer(encoder)
-    store = store or CorpusStore()
+    cache = cache or DataCache()
     if recipe.data.source == "scenes":
         return SceneLoader(spec, tokenizer, ranks)
     if recipe.data.source == "shards":
-        return _shard_loader(recipe, spec, tokenizer, store, ranks, warn)
-    return _corpus_loader(recipe, spec, tokenizer, store, ranks)
+        return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
+    return _corpus_loader(recipe, spec, tokenizer, cache, ranks)
 
 
 def batch_spec(recipe: Recipe, encoder: DualEncoder, device: torch.device, compiled: bool = False) -> BatchSpec:
@@ -174,15 +85,15 @@ def _shard_loader(
     recipe: Recipe,
     spec: BatchSpec,
     tokenizer: CaptionTokenizer,
-    store: CorpusStore,
+    cache: DataCache,
     ranks: Ranks,
     warn: Callable[[str], None] | None,
 ) -> ShardLoader:
     data = recipe.data
-    shards = store.shards(data, ranks)
+    shards = cache.shards(data, ranks)
     # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
     options = ShardOptions(
-        sidecars=_sidecar_folder(data),
+        sidecars=sidecar_folder(data),
         trees=recipe.reads_trees and data.trees != FLAT,
         segments=recipe.reads_masks,
         window=data.window,
@@ -197,7 +108,7 @@ def _shard_loader(
 
 
 def _corpus_loader(
-    recipe: Recipe, spec: BatchSpec, tokenizer: CaptionTokenizer, store: CorpusStore, ranks: Ranks
+    recipe: Recipe, spec: BatchSpec, tokenizer: CaptionTokenizer, cache: DataCache, ranks: Ranks
 ) -> CorpusLoader:
     data = recipe.data
     assert data.shards is not None  # DataSection sees to it
@@ -205,14 +116,14 @@ def _corpus_loader(
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
     trees, note = corpus_trees(recipe, paths)
-    corpus = store.corpus(data.shards, "data.shards", kept_size(spec.image_size), trees, note)
+    corpus = cache.corpus(data.shards, "data.shards", kept_size(spec.image_size), trees, note)
     if recipe.reads_trees and trees is not None and corpus.trees_missing == len(corpus.captions):
         raise UserError(
             f"data.trees: none of {len(corpus.captions):,} captions has a tree that belongs to it ({note}); "
             f"{_annotate('trees', data)}, or set data.trees: {FLAT} to train with one phrase a caption"
         )
-    packed = store.packed(corpus, tokenizer, spec.nodes, spec.device)
-    masks = store.masks(corpus, data, spec.device) if recipe.reads_masks else None
+    packed = cache.packed(corpus, tokenizer, spec.nodes, spec.device)
+    masks = cache.masks(corpus, data, spec.device) if recipe.reads_masks else None
     return CorpusLoader(packed, spec, masks, ranks)
 
 
@@ -232,10 +143,6 @@ def _checked_tokenizer(encoder: DualEncoder) -> CaptionTokenizer:
     return CaptionTokenizer(tokenizer)
 
 
-def _sidecar_folder(data: DataSection) -> Path | None:
-    return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
-
-
 def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSidecars | None, str]:
     """Where the trees of a recipe's corpus are, and the same in words; None: every caption is one phrase.
 
@@ -250,7 +157,7 @@ def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSid
     if data.trees is not None:
         path = existing_file(data.trees, "data.trees")
         return path, f"trees of {path}"
-    folder = _sidecar_folder(data)
+    folder = sidecar_folder(data)
     sidecars = find_trees(shards, folder)
     if sidecars is not None:
         return sidecars, f"trees of the sidecars {f'in {folder}' if folder else 'beside the shards'}"
@@ -261,7 +168,7 @@ def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSid
 
 def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> None:
     """UserError when no shard has the annotations that were asked for: some may lack them, all is a mistake."""
-    folder = _sidecar_folder(data)
+    folder = sidecar_folder(data)
     if find_sidecars(shards, kind, folder):
         return
     where = f"in {folder}" if folder else "beside them"

@@ -13,7 +13,7 @@ from powerclip.evaluate.readers import read_caption_tars, read_sugarcrepe
 from powerclip.evaluate.scenes import scene_tasks
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.data import CorpusStore
+from powerclip.train.data_cache import DataCache
 from powerclip.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SCENE_HEADLINES = {
 
 
 def make_evaluation(
-    recipe: Recipe, encoder: DualEncoder, store: CorpusStore | None = None, ranks: Ranks = SINGLE
+    recipe: Recipe, encoder: DualEncoder, cache: DataCache | None = None, ranks: Ranks = SINGLE
 ) -> Evaluation | None:
     """The function that scores a model as `recipe.evaluation` says, or None when it asks for nothing.
 
@@ -40,20 +40,20 @@ def make_evaluation(
     Args:
         recipe: says what is measured.
         encoder: a model that prepares images as the one that is measured.
-        store: keeps what was read for other runs, and decoded images for the next evaluation.
+        cache: keeps what was read for other runs, and decoded images for the next evaluation.
         ranks: the processes that evaluate together.
 
     Raises:
         UserError: something is missing or cannot be read.
     """
-    store = store or CorpusStore()
-    tasks = ranks.raise_on_all(lambda: read_tasks(recipe, encoder, store))
+    cache = cache or DataCache()
+    tasks = ranks.raise_on_all(lambda: read_tasks(recipe, encoder, cache))
     if not tasks:
         return None
     tokenizer = CaptionTokenizer(tokenizer_for(encoder))
 
     def embedder(model: DualEncoder) -> Embedder:
-        return Embedder(model, tokenizer, ranks=ranks, pixels=store.pixels)
+        return Embedder(model, tokenizer, ranks=ranks, pixels=cache.pixels)
 
     for name, task in tasks.items():
         if not name.startswith("scenes/"):
@@ -67,16 +67,16 @@ def make_evaluation(
     return evaluate
 
 
-def read_tasks(recipe: Recipe, encoder: DualEncoder, store: CorpusStore) -> dict[str, Task]:
+def read_tasks(recipe: Recipe, encoder: DualEncoder, cache: DataCache) -> dict[str, Task]:
     """The tasks that a recipe names, by the names of their scores."""
     asked = recipe.evaluation
     tasks: dict[str, Task] = {}
     if asked.retrieval is not None:
         tars = expand_pattern(asked.retrieval, "evaluation.retrieval")
-        tasks["retrieval"] = store.task(asked.retrieval, tars, read_caption_tars)
+        tasks["retrieval"] = cache.task(asked.retrieval, tars, read_caption_tars)
     if asked.composition is not None:
         folder = expand_path(asked.composition, "evaluation.composition")
-        tasks["composition"] = store.task(asked.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
+        tasks["composition"] = cache.task(asked.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
     if asked.scenes:
         found = scene_tasks(asked.scenes, encoder.image_size[0])
         tasks |= {f"scenes/{name}": task for name, task in found.items()}

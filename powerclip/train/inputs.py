@@ -10,7 +10,7 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.shards import expand_shards
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import FLAT, Recipe
+from powerclip.train.recipe import FLAT, DataSection, Recipe
 
 # Tars without an index that are sooner read than waited for.
 FEW = 64
@@ -112,3 +112,8 @@ def _folder(value: str, setting: str) -> Input:
     if not path.is_dir():
         raise UserError(f"{setting}: no folder {path}")
     return Input(setting, str(path))
+
+
+def sidecar_folder(data: DataSection) -> Path | None:
+    """Where a recipe's sidecars lie; None: beside the shards."""
+    return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")

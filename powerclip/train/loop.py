@@ -27,7 +27,8 @@ from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import checkpoint
 from powerclip.train.accumulate import backward_in_parts
 from powerclip.train.checkpoint import CheckpointWriter
-from powerclip.train.data import CorpusStore, make_loader, note_squashing
+from powerclip.train.data import make_loader, note_squashing
+from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
@@ -51,7 +52,7 @@ class RunOptions:
     quiet: bool = False
     console: Console | None = None
     evaluate: Evaluation | None = None
-    store: CorpusStore | None = None
+    cache: DataCache | None = None
     on_step: Callable[[TrainState], None] | None = None
 
 
@@ -73,7 +74,7 @@ def train(
     quiet: bool = False,
     console: Console | None = None,
     evaluate: Evaluation | None = None,
-    store: CorpusStore | None = None,
+    cache: DataCache | None = None,
     on_step: Callable[[TrainState], None] | None = None,
 ) -> RunResult:
     """Run a recipe from its first step, or from its newest good checkpoint, to its last.
@@ -88,14 +89,14 @@ def train(
         console: where to print; standard output by default.
         evaluate: what to measure instead of what `recipe.evaluation` says, at the end and every
             `train.evaluate_every` steps; its scores are logged as `evaluate/…`.
-        store: corpora that other runs of this process have read.
+        cache: corpora that other runs of this process have read.
         on_step: called after each step.
 
     Raises:
         UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
         Preempted: SIGTERM asked for it; a checkpoint of the last step is written.
     """
-    options = RunOptions(resume, overwrite, quiet, console, evaluate, store, on_step)
+    options = RunOptions(resume, overwrite, quiet, console, evaluate, cache, on_step)
     with explain_out_of_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
         return run(recipe, RunFolder(Path(output)), ranks, options)
 
@@ -135,19 +136,19 @@ class Trainer:
         self.folder, self.ranks, self.options, self.progress = folder, ranks, options, progress
         self.state = state = ranks.raise_on_all(lambda: start(recipe, ranks))
         note_squashing(recipe, state.encoder)
-        store = options.store or CorpusStore(progress.say)
+        cache = options.cache or DataCache(progress.say)
         self.loader = ranks.raise_on_all(
             lambda: make_loader(
                 recipe,
                 state.encoder,
-                store=store,
+                cache=cache,
                 device=state.device,
                 compiled=state.unwrapped_towers.compile_mode != "none",
                 ranks=ranks,
                 warn=progress.warn,
             )
         )
-        self.evaluate = options.evaluate or make_evaluation(recipe, state.encoder, store, ranks)
+        self.evaluate = options.evaluate or make_evaluation(recipe, state.encoder, cache, ranks)
         self.recipe = recipe = with_steps(recipe, self.loader)
         progress.total = recipe.train.steps
         self.guard = Guard(recipe.train.max_skipped, (state.encoder, state.objective), progress.warn)

@@ -10,6 +10,7 @@ from powerclip.data import shards as module
 from powerclip.data.shards import expand_shards, index_shards, open_shards
 from powerclip.data.tar_index import index_path
 from powerclip.errors import UserError
+from powerclip.runtime.distributed import Ranks
 
 
 def names(paths) -> list[str]:
@@ -63,7 +64,7 @@ def test_ranks_that_start_together_begin_at_different_shards(tmp_path, monkeypat
     monkeypatch.setattr(module, "index_shards", lambda new, folder, *, first, done: begun.append(first))
     for rank in range(3):
         with pytest.raises(UserError):  # nothing was indexed
-            open_shards(paths, rank=rank, world_size=3)
+            open_shards(paths, ranks=Ranks(rank, 3))
     assert begun == [0, 2, 4]
     order = []
     monkeypatch.setattr(module, "load_index", lambda path, folder: order.append(path))

@@ -14,7 +14,8 @@ from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.errors import UserError
-from powerclip.train.data import CorpusStore, kept_size, make_loader
+from powerclip.train.data import kept_size, make_loader
+from powerclip.train.data_cache import DataCache
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.results import read_results
@@ -62,19 +63,21 @@ def test_compiled_towers_see_few_different_lengths(tmp_path, mini_corpus):
         assert {loader.batch(step).tokens.shape[1] for step in range(6)} <= {16, 32, 40}
 
 
-def test_a_corpus_is_read_once_for_all_runs_that_share_a_store(tmp_path, mini_corpus, monkeypatch):
-    from powerclip.train import data
+def test_a_corpus_is_read_once_for_all_runs_that_share_a_cache(tmp_path, mini_corpus, monkeypatch):
+    from powerclip.train import data_cache
 
     read = []
-    original = data.read_corpus
-    monkeypatch.setattr(data, "read_corpus", lambda *args, **kwargs: read.append(args) or original(*args, **kwargs))
-    store = CorpusStore()
+    original = data_cache.read_corpus
+    monkeypatch.setattr(
+        data_cache, "read_corpus", lambda *args, **kwargs: read.append(args) or original(*args, **kwargs)
+    )
+    cache = DataCache()
     recipe = tiny(tmp_path, *corpus_settings(mini_corpus))
     encoder = start(recipe).encoder
-    loaders = [make_loader(recipe, encoder, store=store) for _ in range(3)]
+    loaders = [make_loader(recipe, encoder, cache=cache) for _ in range(3)]
     assert len(read) == 1
     assert loaders[0].corpus is loaders[2].corpus
-    make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.trees=flat"), encoder, store=store)
+    make_loader(tiny(tmp_path, *corpus_settings(mini_corpus), "data.trees=flat"), encoder, cache=cache)
     assert len(read) == 2
 
 

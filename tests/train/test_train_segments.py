@@ -14,7 +14,8 @@ from powerclip.annotate.region_annotator import RegionAnnotator
 from powerclip.annotate.segmenters.superpixels import Superpixels
 from powerclip.cli import app
 from powerclip.errors import UserError
-from powerclip.train.data import CorpusStore, make_loader
+from powerclip.train.data import make_loader
+from powerclip.train.data_cache import DataCache
 from powerclip.train.loop import train
 from powerclip.train.state import start
 
@@ -58,14 +59,14 @@ def test_only_powerclip_reads_masks(tmp_path, shards):
     train(missing, tmp_path / "run", quiet=True)
 
 
-def test_masks_are_read_once_for_all_runs_that_share_a_store(tmp_path, shards):
+def test_masks_are_read_once_for_all_runs_that_share_a_cache(tmp_path, shards):
     said: list[str] = []
-    store = CorpusStore(said.append)
+    cache = DataCache(said.append)
     recipes = [tiny(tmp_path, *settings(shards, f"regions.count={count}")) for count in (2, 3)]
-    loaders = [make_loader(recipe, start(recipe).encoder, store=store) for recipe in recipes]
+    loaders = [make_loader(recipe, start(recipe).encoder, cache=cache) for recipe in recipes]
     assert loaders[0].masks.bits is loaders[1].masks.bits
     plain = make_loader(
-        tiny(tmp_path, *settings(shards, "regions.kind=random")), start(recipes[0]).encoder, store=store
+        tiny(tmp_path, *settings(shards, "regions.kind=random")), start(recipes[0]).encoder, cache=cache
     )
     assert plain.masks is None
     assert plain.corpus is loaders[0].corpus

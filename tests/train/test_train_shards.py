@@ -16,7 +16,8 @@ from powerclip.cli import app
 from powerclip.data.shard_loader import ShardLoader
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
-from powerclip.train.data import CorpusStore, make_loader
+from powerclip.train.data import make_loader
+from powerclip.train.data_cache import DataCache
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.state import start
@@ -129,12 +130,12 @@ def test_what_is_wrong_is_said_in_the_recipes_words(tmp_path, shards, monkeypatc
         train(tiny(tmp_path, *settings(shards), override), tmp_path / "run", quiet=True)
 
 
-def test_shards_are_counted_once_for_all_runs_that_share_a_store(tmp_path, shards):
+def test_shards_are_counted_once_for_all_runs_that_share_a_cache(tmp_path, shards):
     said: list[str] = []
-    store = CorpusStore(said.append)
+    cache = DataCache(said.append)
     recipe = tiny(tmp_path, *settings(shards))
     encoder = start(recipe).encoder
-    assert make_loader(recipe, encoder, store=store).shards is make_loader(recipe, encoder, store=store).shards
+    assert make_loader(recipe, encoder, cache=cache).shards is make_loader(recipe, encoder, cache=cache).shards
     assert said == [f"{shards}/{{00000..00001}}.tar: 2 shards, 17 samples"]
 
 

@@ -1,0 +1,106 @@
+"""What the runs of a process share: corpora, indexed shards and evaluation tasks are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from powerclip.data.corpus import Corpus, TreeSidecars, read_corpus
+from powerclip.data.corpus_loader import PackedCorpus, pack_corpus
+from powerclip.data.masks import CorpusMasks, read_masks
+from powerclip.data.paths import expand_pattern
+from powerclip.data.shards import ShardSet, expand_shards, open_shards
+from powerclip.data.tokens import CaptionTokenizer, Nodes
+from powerclip.evaluate.embedder import PixelStore
+from powerclip.evaluate.tasks import Task
+from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.train.inputs import sidecar_folder
+from powerclip.train.recipe import DataSection
+
+T = TypeVar("T")
+
+
+class DataCache:
+    """Corpora, shards and evaluation tasks, kept by what they were read from: hand the same cache to several runs.
+
+    Args:
+        say: is called with a line about each when it is read.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self.pixels = PixelStore()  # images that evaluations have prepared
+        self._kept: dict[Hashable, Any] = {}
+        self._say = say
+
+    def corpus(
+        self, shards: str, setting: str, size: int, trees: Path | TreeSidecars | None = None, note: str = ""
+    ) -> Corpus:
+        """The corpus of a recipe's `setting`, its images `size` pixels high and wide; `note` says where trees are."""
+        paths = tuple(expand_pattern(shards, setting))
+
+        def read() -> Corpus:
+            corpus = read_corpus(paths, size, trees, progress=self._say is not None)
+            self._tell(shards, f"{corpus.summary()}; {note}" if note else corpus.summary())
+            return corpus
+
+        return self._once(("corpus", paths, size, trees), read)
+
+    def task(self, source: str, paths: Sequence[Path], read: Callable[[Sequence[Path]], Task]) -> Task:
+        """What `read` finds at the paths of an evaluation's `source`."""
+
+        def read_and_say() -> Task:
+            task = read(paths)
+            self._tell(source, task.summary)
+            return task
+
+        return self._once(("task", tuple(paths)), read_and_say)
+
+    def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
+        """The shards of a recipe's data section, indexed."""
+        assert data.shards is not None  # DataSection sees to it
+        shards = data.shards
+        paths = tuple(expand_shards(shards, "data.shards"))
+        folder = sidecar_folder(data)
+
+        def find() -> ShardSet:
+            found = open_shards(
+                paths,
+                folder,
+                strict=data.strict,
+                max_bad=data.max_bad,
+                ranks=ranks,
+                progress=self._say is not None,
+            )
+            self._tell(shards, found.summary())
+            return found
+
+        return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
+
+    def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
+        """A corpus of this cache, packed for batches."""
+        # The tokenizer's class is always open_clip's own; its context length is what can differ.
+        key = ("packed", id(corpus), tokenizer.context_length, nodes, device)
+        return self._once(key, lambda: pack_corpus(corpus, tokenizer, nodes, device))
+
+    def masks(self, corpus: Corpus, data: DataSection, device: torch.device) -> CorpusMasks:
+        """The masks of a corpus of this cache, on the device."""
+        folder = sidecar_folder(data)
+
+        def read() -> CorpusMasks:
+            masks = read_masks(corpus, folder)
+            self._tell(data.sidecars or str(data.shards), masks.summary())
+            return masks.to(device)
+
+        return self._once(("masks", id(corpus), folder, device), read)
+
+    def _tell(self, source: str, summary: str) -> None:
+        if self._say:
+            self._say(f"{source}: {summary}")
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]  # type: ignore[no-any-return]
