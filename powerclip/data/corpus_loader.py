@@ -143,17 +143,17 @@ def pack_corpus(
     )
 
 
-def take_tokens(tokens: Tensor, chosen: Tensor, length: int) -> Tensor:
-    """The rows of chosen captions, cut or padded with 0 to `length`."""
-    rows = tokens[chosen, :length]
+def take_tokens(tokens: Tensor, captions: Tensor, length: int) -> Tensor:
+    """The rows of some captions, cut or padded with 0 to `length`."""
+    rows = tokens[captions, :length]
     return F.pad(rows, (0, length - rows.shape[1]))
 
 
-def take_phrases(phrases: Phrases, chosen: Tensor, length: int) -> Phrases:
-    """The trees of chosen captions, for token rows cut or padded to `length` (which holds all of each caption)."""
-    leaf, leaf_offsets = _ragged_take(phrases.leaf_offsets, chosen)
-    node, node_offsets = _ragged_take(phrases.node_offsets, chosen)
-    words = phrases.words[chosen, :length]
+def take_phrases(phrases: Phrases, captions: Tensor, length: int) -> Phrases:
+    """The trees of some captions, for token rows cut or padded to `length` (which holds all of each caption)."""
+    leaf, leaf_offsets = _ragged_take(phrases.leaf_offsets, captions)
+    node, node_offsets = _ragged_take(phrases.node_offsets, captions)
+    words = phrases.words[captions, :length]
     return Phrases(
         words=F.pad(words, (0, length - words.shape[1])),
         leaf_start=phrases.leaf_start[leaf],
@@ -167,9 +167,9 @@ def take_phrases(phrases: Phrases, chosen: Tensor, length: int) -> Phrases:
     )
 
 
-def _ragged_take(offsets: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Members of the chosen groups, end to end, and the offsets of these groups."""
-    lengths = offsets.diff()[chosen]
+def _ragged_take(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Members of some groups, end to end, and the offsets of these groups."""
+    lengths = offsets.diff()[groups]
     ends = F.pad(lengths.cumsum(0), (1, 0))
-    members = torch.arange(int(ends[-1])) + torch.repeat_interleave(offsets[chosen] - ends[:-1], lengths)
+    members = torch.arange(int(ends[-1])) + torch.repeat_interleave(offsets[groups] - ends[:-1], lengths)
     return members, ends

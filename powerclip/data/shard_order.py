@@ -92,8 +92,8 @@ class StreamOrder:
         others = len(window) - (end - first)
         if others <= 0:
             return window.sample_at(epoch, int(draw * len(window)))
-        chosen = int(draw * others)
-        return window.sample_at(epoch, chosen if chosen < first else chosen + end - first)
+        other = int(draw * others)
+        return window.sample_at(epoch, other if other < first else other + end - first)
 
     def _window_at(self, epoch: int, at: int) -> _Window:
         starts = self._epoch(epoch)[1]
@@ -109,7 +109,7 @@ class StreamOrder:
 
     def _make_window(self, epoch: int, number: int) -> _Window:
         shards, starts = self._epoch(epoch)
-        chosen = shards[number * self.window : (number + 1) * self.window]
-        ends = np.cumsum(self.counts[chosen])
+        members = shards[number * self.window : (number + 1) * self.window]
+        ends = np.cumsum(self.counts[members])
         order = permutation(key_of(self.seed, epoch, _SAMPLES, number), int(ends[-1]))
-        return _Window(int(starts[number]), chosen, ends, order)
+        return _Window(int(starts[number]), members, ends, order)

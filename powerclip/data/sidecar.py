@@ -188,8 +188,8 @@ class TreeSidecar:
         return Miss.STALE
 
     def _spans(self, at: int) -> tuple[Span, ...]:
-        chosen = slice(self._first_span[at], self._first_span[at + 1])
-        columns = self._start[chosen].tolist(), self._end[chosen].tolist(), self._label[chosen].tolist()
+        rows = slice(self._first_span[at], self._first_span[at + 1])
+        columns = self._start[rows].tolist(), self._end[rows].tolist(), self._label[rows].tolist()
         return tuple(Span(start, end, self._labels[label]) for start, end, label in zip(*columns, strict=True))
 
 

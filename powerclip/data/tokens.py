@@ -86,8 +86,8 @@ class CaptionTokenizer:
             if len(ids) >= self.context_length:
                 break
         if not plain:
-            places = align(text, caption, used)
-            spans[1:] = [(places[start][0], places[end - 1][1]) for start, end in spans[1:]]
+            raw_spans = align(text, caption, used)
+            spans[1:] = [(raw_spans[start][0], raw_spans[end - 1][1]) for start, end in spans[1:]]
             words = [word and is_word(caption[start:end]) for word, (start, end) in zip(words, spans, strict=True)]
         kept = self.context_length - 1  # as open_clip cuts: the end token takes the last place
         return TokenizedCaption(
@@ -162,10 +162,10 @@ def pack_phrases(
     ranges: list[tuple[int, int]] = []
     leaf_offsets, node_offsets = [0], [0]
     for row, (tree, tokens) in enumerate(zip(trees, tokenized, strict=True)):
-        placed = _place(tree, tokens, length, nodes)
-        words[row, placed.words] = True
-        leaves += placed.leaves
-        ranges += placed.nodes
+        mapped = _map_tree(tree, tokens, length, nodes)
+        words[row, mapped.words] = True
+        leaves += mapped.leaves
+        ranges += mapped.nodes
         leaf_offsets.append(len(leaves))
         node_offsets.append(len(ranges))
     leaf_ranges = torch.tensor(leaves, dtype=torch.long).view(-1, 2)
@@ -184,7 +184,7 @@ def pack_phrases(
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _TokenTree:
     """One caption's tree over its tokens."""
 
     words: list[int]  # positions of the tokens that belong to a leaf
@@ -192,11 +192,11 @@ class _Placed:
     nodes: list[tuple[int, int]]  # leaf ranges
 
 
-def _place(tree: Tree, tokens: TokenizedCaption, length: int, nodes: Nodes) -> _Placed:
+def _map_tree(tree: Tree, tokens: TokenizedCaption, length: int, nodes: Nodes) -> _TokenTree:
     owners = _owners(tree, tokens, length)
     if not owners:
-        words = _stand_in(tokens, length)
-        return _Placed(words, [(words[0], words[-1] + 1)], [(0, 1)])
+        words = _tokens_without_words(tokens, length)
+        return _TokenTree(words, [(words[0], words[-1] + 1)], [(0, 1)])
     first: dict[int, int] = {}  # leaf of the tree → its first token
     last: dict[int, int] = {}
     for token, leaf in owners.items():
@@ -212,7 +212,7 @@ def _place(tree: Tree, tokens: TokenizedCaption, length: int, nodes: Nodes) -> _
         ): None
         for span in spans
     }
-    return _Placed(
+    return _TokenTree(
         list(owners),
         [(first[leaf], last[leaf] + 1) for leaf in kept],
         [(start, end) for start, end in ranges if start < end] or [(0, len(kept))],
@@ -231,7 +231,7 @@ def _owners(tree: Tree, tokens: TokenizedCaption, length: int) -> dict[int, int]
     return owners
 
 
-def _stand_in(tokens: TokenizedCaption, length: int) -> list[int]:
+def _tokens_without_words(tokens: TokenizedCaption, length: int) -> list[int]:
     """The tokens of a caption without a word: all between start and end token, else the end token."""
     last = min(len(tokens), length) - 1
     return list(range(1, last)) or [last]

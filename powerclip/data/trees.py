@@ -104,10 +104,10 @@ def parse_bracketed(brackets: str, caption: str) -> Tree:
         UserError: the text does not bracket, or its words are not those of the caption.
     """
     terminals, constituents = _read(brackets)
-    places = _locate(terminals, caption)
+    spans_of_words = _locate(terminals, caption)
     spans = []
     for first, end, label in constituents:
-        found = [place for place in places[first:end] if place]
+        found = [span for span in spans_of_words[first:end] if span]
         if found:
             spans.append(Span(found[0][0], found[-1][1], label))
     return tree_from_spans(spans, caption)
@@ -125,13 +125,14 @@ def iter_bracketed(text: str) -> Iterator[str]:
             start = match.start() if depth == 0 else start
             depth += 1
         elif depth == 0:
-            raise UserError(f"tree does not bracket: {match[0]!r} outside the brackets, {_place(text, match.start())}")
+            where = _position(text, match.start())
+            raise UserError(f"tree does not bracket: {match[0]!r} outside the brackets, {where}")
         elif match[0] == ")":
             depth -= 1
             if depth == 0:
                 yield text[start : match.end()]
     if depth:
-        raise UserError(f"tree does not bracket: {depth} never closed, from {_place(text, start)}")
+        raise UserError(f"tree does not bracket: {depth} never closed, from {_position(text, start)}")
 
 
 def is_word(text: str) -> bool:
@@ -229,7 +230,7 @@ def _read(brackets: str) -> tuple[list[str], list[tuple[int, int, str]]]:
     closed = False
 
     def fail(what: str, position: int) -> UserError:
-        return UserError(f"tree does not bracket: {what} at {_place(brackets, position)} of {shorten(brackets)!r}")
+        return UserError(f"tree does not bracket: {what} at {_position(brackets, position)} of {shorten(brackets)!r}")
 
     for match in _ATOM.finditer(brackets):
         atom, at = match[0], match.start()
@@ -279,7 +280,7 @@ class _Open:
         return re.split("[-=|]", self.label)[0] if self.label else ""
 
 
-def _place(text: str, position: int) -> str:
+def _position(text: str, position: int) -> str:
     line = text.count("\n", 0, position)
     column = position - (text.rfind("\n", 0, position) + 1) + 1
     return f"line {line + 1}, column {column}" if line else f"character {column}"
@@ -304,7 +305,7 @@ def _locate(terminals: list[str], caption: str) -> list[tuple[int, int] | None]:
     """Where in the caption each word of the tree stands; None for punctuation, and for a symbol that is not there."""
     shape = caption.translate(_SHAPE)
     letters = [(letter, at) for at, char in enumerate(caption) for letter in _FOLD[char]]
-    places: list[tuple[int, int] | None] = []
+    spans_of_words: list[tuple[int, int] | None] = []
     read = 0  # letters used up
     end = 0  # characters used up
     for terminal in terminals:
@@ -312,22 +313,21 @@ def _locate(terminals: list[str], caption: str) -> list[tuple[int, int] | None]:
         folded = "".join(_FOLD[char] for char in word)
         if "".join(letter for letter, _ in letters[read : read + len(folded)]) != folded:
             raise _mismatch(f"it has {terminal!r} where", terminals, caption, letters[read:])
-        place = None
+        span = None
         if folded:
-            place = letters[read][1], letters[read + len(folded) - 1][1] + 1
+            span = letters[read][1], letters[read + len(folded) - 1][1] + 1
             read += len(folded)
-        elif is_word(
-            word
-        ):  # "&", "$", an emoji: before the next letter, as it is or as the tokeniser changed it (£ to #)
+        elif is_word(word):
+            # "&", "$", an emoji: before the next letter, as it is or as the tokeniser changed it (£ to #).
             gap = letters[read][1] if read < len(letters) else len(caption)
             at = caption.find(word, end, gap)
             changed = _WORD_CHARACTER.search(shape, end, gap)
-            place = (at, at + len(word)) if at >= 0 else changed.span() if changed else None
-        end = place[1] if place else end
-        places.append(place)
+            span = (at, at + len(word)) if at >= 0 else changed.span() if changed else None
+        end = span[1] if span else end
+        spans_of_words.append(span)
     if read < len(letters):
         raise _mismatch("it has ended where", terminals, caption, letters[read:])
-    return places
+    return spans_of_words
 
 
 def _mismatch(what: str, terminals: list[str], caption: str, left: list[tuple[str, int]]) -> UserError:

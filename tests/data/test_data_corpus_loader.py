@@ -41,15 +41,15 @@ def same(a: Batch, b: Batch) -> bool:
 def gradient_images(count: int, size: int) -> torch.Tensor:
     """Images whose first channel says how far right a pixel is and whose second how far down."""
     ramp = (torch.arange(size) + 0.5) / size * 255
-    pictures = torch.zeros(count, 3, size, size)
-    pictures[:, 0], pictures[:, 1] = ramp, ramp[:, None]
-    return pictures.round().byte()
+    images = torch.zeros(count, 3, size, size)
+    images[:, 0], images[:, 1] = ramp, ramp[:, None]
+    return images.round().byte()
 
 
-def plain(pictures: torch.Tensor) -> Corpus:
-    count = len(pictures)
+def plain(images: torch.Tensor) -> Corpus:
+    count = len(images)
     tree = parse_bracketed("(NP a dog)", "a dog")
-    return Corpus([str(n) for n in range(count)], pictures, ["a dog"] * count, torch.arange(count), [tree] * count)
+    return Corpus([str(n) for n in range(count)], images, ["a dog"] * count, torch.arange(count), [tree] * count)
 
 
 def values(images: torch.Tensor) -> torch.Tensor:
@@ -147,9 +147,9 @@ def test_chosen_captions_are_packed_as_if_they_were_alone(corpus, tokenizer):
 
 
 def test_a_crop_of_everything_is_a_plain_resize(tokenizer):
-    pictures = torch.randint(0, 256, (4, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
-    batch = loader(plain(pictures), tokenizer, batch_size=4, image_size=(24, 20), crop=1.0).batch(0)
-    resized = F.interpolate(pictures.float(), (24, 20), mode="bicubic", align_corners=False).clamp(0, 255)
+    images = torch.randint(0, 256, (4, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
+    batch = loader(plain(images), tokenizer, batch_size=4, image_size=(24, 20), crop=1.0).batch(0)
+    resized = F.interpolate(images.float(), (24, 20), mode="bicubic", align_corners=False).clamp(0, 255)
     expected = resized[[int(key) for key in batch.keys]]
     assert torch.allclose(values(batch.images), expected, atol=1e-2)
 

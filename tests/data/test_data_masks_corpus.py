@@ -97,14 +97,14 @@ def cover_of(mask: np.ndarray, crop: torch.Tensor, grid: tuple[int, int]) -> np.
 @pytest.mark.parametrize(("grid", "count"), [((7, 5), 4), ((4, 4), 15)])
 def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_rest(masks, smallest, grid, count):
     generator = torch.Generator().manual_seed(3)
-    pictures = torch.randperm(8, generator=generator).repeat(5)
+    images = torch.randperm(8, generator=generator).repeat(5)
     crops = crop_boxes(torch.rand(40, 4, generator=generator), smallest)
     boxes = random_boxes(40, count, grid, generator)
     draws = torch.rand(40, masks.most, generator=generator)
-    chosen = masks.choose(pictures, crops, draws, boxes, grid)
+    chosen = masks.choose(images, crops, draws, boxes, grid)
     assert chosen.shape == boxes.shape
     hidden = 0
-    for number, crop, draw, box, regions in zip(pictures.tolist(), crops, draws, boxes, chosen, strict=True):
+    for number, crop, draw, box, regions in zip(images.tolist(), crops, draws, boxes, chosen, strict=True):
         covers = [cover_of(mask, crop, grid) for mask in list(MASKS.values())[number]]
         shown = [at for at, cover in enumerate(covers) if cover.any()]
         hidden += len(covers) - len(shown)
@@ -152,9 +152,9 @@ def test_a_mask_too_small_for_any_patch_is_the_patch_that_it_covers_most():
 def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(tmp_path):
     # White where the one mask of an image is: a region's patches are white in the batch, the others black.
     shapes = {f"s{number}": ellipses(1, 100 + number)[0] for number in range(12)}
-    pictures = {key: encoded(Image.fromarray(mask.astype(np.uint8) * 255)) for key, mask in shapes.items()}
-    shard = write_shard(tmp_path / "a.tar", [part for key in shapes for part in sample(key, pictures[key])])
-    write_regions(shard, {key: [mask] for key, mask in shapes.items()}, pictures)
+    images = {key: encoded(Image.fromarray(mask.astype(np.uint8) * 255)) for key, mask in shapes.items()}
+    shard = write_shard(tmp_path / "a.tar", [part for key in shapes for part in sample(key, images[key])])
+    write_regions(shard, {key: [mask] for key, mask in shapes.items()}, images)
     corpus = read_corpus([shard], GRID)
     made = loader(corpus, read_masks(corpus), batch_size=12, image_size=(56, 40), grid=(7, 5), regions=1)
     compared = 0

@@ -1,4 +1,4 @@
-"""Pictures show what the scene says: boxes, colours and shapes as drawn."""
+"""Images show what the scene says: boxes, colours and shapes as drawn."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ def alone(thing: SceneObject):
 
 
 def drawn_mask(thing: SceneObject, size: int) -> torch.Tensor:
-    picture = render([alone(thing)], size)[0].float()
-    return (picture - 127.5).abs().amax(0) > 12
+    image = render([alone(thing)], size)[0].float()
+    return (image - 127.5).abs().amax(0) > 12
 
 
-def test_pictures_are_bytes_of_the_size_asked_for():
+def test_images_are_bytes_of_the_size_asked_for():
     scenes = scene_batch(range(5), seed=0)
     assert render(scenes, 64).shape == (5, 3, 64, 64)
     assert render(scenes, 48).shape == (5, 3, 48, 48)
@@ -33,14 +33,14 @@ def test_pictures_are_bytes_of_the_size_asked_for():
     assert render([], 64).shape == (0, 3, 64, 64)
 
 
-def test_a_picture_does_not_depend_on_its_batch():
+def test_an_image_does_not_depend_on_its_batch():
     scenes = scene_batch(range(12), seed=0)
     together = render(scenes, 64)
     for k, scene in enumerate(scenes):
         assert (together[k].int() - render([scene], 64)[0].int()).abs().max() <= 1
 
 
-def test_a_picture_too_small_to_draw_is_a_clear_error():
+def test_an_image_too_small_to_draw_is_a_clear_error():
     with pytest.raises(UserError, match="8 pixels"):
         render(scene_batch(range(1), seed=0), 8)
 
@@ -59,8 +59,8 @@ def test_the_gold_box_is_the_box_of_the_drawn_pixels(shape, size):
 def test_objects_change_pixels_only_inside_their_boxes():
     for scene in scene_batch(range(60), seed=5):
         empty = replace(scene, objects=())
-        picture, behind = render([scene], 64)[0].int(), render([empty], 64)[0].int()
-        changed = ((picture - behind).abs().amax(0) > 12).nonzero()
+        image, behind = render([scene], 64)[0].int(), render([empty], 64)[0].int()
+        changed = ((image - behind).abs().amax(0) > 12).nonzero()
         for row, column in changed.tolist():
             x, y = (column + 0.5) / 64, (row + 0.5) / 64
             assert any(
@@ -102,10 +102,10 @@ def test_the_colour_of_an_object_is_the_nearest_of_the_vocabulary(colour, patter
 
 def test_patterns_are_visible_on_the_smallest_objects():
     for shape in SHAPES:
-        pictures = []
+        images = []
         for pattern in PATTERNS:
             thing = SceneObject(shape, "orange", "small", pattern, 0.5, 0.5, SIZES["small"][0])
-            pictures.append(render([alone(thing)], 64)[0].int())
-        for k, one in enumerate(pictures):
-            for other in pictures[:k]:
+            images.append(render([alone(thing)], 64)[0].int())
+        for k, one in enumerate(images):
+            for other in images[:k]:
                 assert ((one - other).abs().amax(0) > 30).sum() >= 5, shape

@@ -62,9 +62,9 @@ def shards(tmp_path_factory) -> list[Path]:
     first = 0
     for path, count in zip(paths, [7, 5, 8], strict=True):
         names = [f"s{number:04d}" for number in range(first, first + count)]
-        pictures = {key: dict(sample(key))[f"{key}.png"] for key in names}
+        images = {key: dict(sample(key))[f"{key}.png"] for key in names}
         write_trees(path, {key: caption_of(key) for key in names})
-        write_regions(path, {key: [block(0, 0, 0.5, 1), block(0.5, 0, 1, 1)] for key in names}, pictures)
+        write_regions(path, {key: [block(0, 0, 0.5, 1), block(0.5, 0, 1, 1)] for key in names}, images)
         first += count
     return paths
 

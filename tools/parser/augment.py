@@ -10,7 +10,7 @@ _HYPHEN = "HYPH"
 
 
 def augment(sentence: Sentence, draw: random.Random) -> Sentence:
-    """The same tree as it might stand under a picture; most sentences stay as they are."""
+    """The same tree as it might stand under a image; most sentences stay as they are."""
     if draw.random() < 0.5:
         sentence = join_hyphens(sentence)
     if draw.random() < 0.2:

@@ -1,6 +1,6 @@
 """Bracketed trees as a parser learns from them: words, part-of-speech tags and labelled spans.
 
-The gold treebank is split by document, so that no text is in two parts; silver captions are split by picture.
+The gold treebank is split by document, so that no text is in two parts; silver captions are split by image.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def genre(document: str) -> str:
 
 
 def read_silver(path: Path) -> dict[str, list[Sentence]]:
-    """A parser's trees of captions (lines of key, number, tree; gzipped) as `train` and `test`: 1 picture in 20.
+    """A parser's trees of captions (lines of key, number, tree; gzipped) as `train` and `test`: 1 image in 20.
 
     Raises:
         UserError: the file is not there or has other lines.

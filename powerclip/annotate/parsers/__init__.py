@@ -27,27 +27,27 @@ def load_parser(name: str = "embedded", device: str = "auto", **options: Any) ->
     if name not in PARSERS:
         raise UserError(f"no parser is called {name!r}{nearest(name, PARSERS)}; there are {', '.join(PARSERS)}")
     if name == "flat":
-        return _made(FlatParser, name, options)
-    chosen = str(choose_device(device, setting="--device"))
+        return _make(FlatParser, name, options)
+    device = str(choose_device(device, setting="--device"))
     if name == "stanza":
         from powerclip.annotate.parsers.stanza_adapter import StanzaParser
 
-        return _made(StanzaParser, name, {"device": chosen, **options})
+        return _make(StanzaParser, name, {"device": device, **options})
     if name == "benepar":
         from powerclip.annotate.parsers.benepar_adapter import BeneparParser
 
-        return _made(BeneparParser, name, {"device": chosen, **options})
+        return _make(BeneparParser, name, {"device": device, **options})
     from powerclip.annotate.parsers.embedded import EmbeddedParser
 
-    return _made(EmbeddedParser, name, {"device": chosen, **options})
+    return _make(EmbeddedParser, name, {"device": device, **options})
 
 
-def _made(kind: Callable[..., Parser], name: str, options: dict[str, Any]) -> Parser:
+def _make(kind: Callable[..., Parser], name: str, options: dict[str, Any]) -> Parser:
     known = [option for option in inspect.signature(kind).parameters if option != "device"]
     for option in options:
         if option != "device" and option not in known:
-            there = f"it has {', '.join(known)}" if known else "it has none"
-            raise UserError(f"the parser {name} has no option {option!r}{nearest(option, known)}; {there}")
+            options_known = f"it has {', '.join(known)}" if known else "it has none"
+            raise UserError(f"the parser {name} has no option {option!r}{nearest(option, known)}; {options_known}")
     return kind(**options)
 
 

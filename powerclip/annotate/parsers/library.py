@@ -54,11 +54,12 @@ class LibraryParser(ABC):
                 return [None]
         return [answer for text in texts for answer in self._answers([text])]
 
-    def _read(self, document: Any, caption: str, places: list[int]) -> Parsed:
+    def _read(self, document: Any, caption: str, positions: list[int]) -> Parsed:
         if document is None:
             return flat(caption, "failed")
         try:
-            spans = [Span(places[span.start], places[span.end - 1] + 1, span.label) for span in self.phrases(document)]
+            phrases = self.phrases(document)
+            spans = [Span(positions[one.start], positions[one.end - 1] + 1, one.label) for one in phrases]
             return Parsed(tree_from_spans(spans, caption).nodes)
         except (UserError, IndexError):  # phrases that cross, or lie outside the text
             return flat(caption, "failed")
@@ -67,15 +68,15 @@ class LibraryParser(ABC):
 def squeeze(caption: str) -> tuple[str, list[int]]:
     """The caption with one space for each gap and none at its ends, and where each character of it stood."""
     text: list[str] = []
-    places: list[int] = []
+    positions: list[int] = []
     position = 0
     for gap in _GAP.finditer(caption):
         text.append(caption[position : gap.start()])
-        places.extend(range(position, gap.start()))
-        if places and gap.end() < len(caption):
+        positions.extend(range(position, gap.start()))
+        if positions and gap.end() < len(caption):
             text.append(" ")
-            places.append(gap.start())
+            positions.append(gap.start())
         position = gap.end()
     text.append(caption[position:])
-    places.extend(range(position, len(caption)))
-    return "".join(text), places
+    positions.extend(range(position, len(caption)))
+    return "".join(text), positions

@@ -63,7 +63,7 @@ class StanzaParser(LibraryParser):
 
 def sentence_spans(sentence: Any) -> list[Span]:
     """The phrases of a stanza sentence: its tree's leaves are its words, in order, and the words know their offsets."""
-    places = [_place(word) for word in sentence.words]
+    word_spans = [_word_span(word) for word in sentence.words]
     spans: list[Span] = []
     position = 0
 
@@ -78,13 +78,13 @@ def sentence_spans(sentence: Any) -> list[Span]:
         preterminal = len(node.children) == 1 and not node.children[0].children
         if not preterminal:
             # Before what is inside: of a unary chain the lowest label comes last, and stays.
-            spans.insert(slot, Span(places[first][0], places[position - 1][1], str(node.label).split("-")[0]))
+            spans.insert(slot, Span(word_spans[first][0], word_spans[position - 1][1], str(node.label).split("-")[0]))
 
     walk(sentence.constituency)
     return spans
 
 
-def _place(word: Any) -> tuple[int, int]:
+def _word_span(word: Any) -> tuple[int, int]:
     """A word's offsets; a part of a multi-word token that has none of its own gets the token's."""
     if word.start_char is None:
         return word.parent.start_char, word.parent.end_char

@@ -47,14 +47,14 @@ def load_segmenter(
     from powerclip.annotate.segmenters.points import PointOptions
 
     _check(name, options, PointOptions)
-    chosen = choose_device(device, setting="--device")
+    torch_device = choose_device(device, setting="--device")
     if name == "mobile_sam":
         from powerclip.annotate.segmenters.mobile_sam import MobileSam
 
-        return MobileSam(None if weights is None else Path(weights), chosen, **options)
+        return MobileSam(None if weights is None else Path(weights), torch_device, **options)
     from powerclip.annotate.segmenters.sam2 import Sam2
 
-    return Sam2(weights, chosen, **options)
+    return Sam2(weights, torch_device, **options)
 
 
 def _check(name: str, options: dict[str, Any], takes: type | None = None) -> None:

@@ -43,12 +43,12 @@ class MobileSamNetwork(nn.Module):
         rows = (torch.arange(height, device=features.device) + 0.5) / height
         columns = (torch.arange(width, device=features.device) + 0.5) / width
         cells = torch.cartesian_prod(rows, columns).flip(-1)
-        places = self.prompt_encoder.pe_layer(cells)
+        positions = self.prompt_encoder.pe_layer(cells)
         features = features + self.prompt_encoder.no_mask_embed.weight[0, :, None, None].to(features.dtype)
-        return self.mask_decoder(features, places, self.prompt_encoder(points), least)
+        return self.mask_decoder(features, positions, self.prompt_encoder(points), least)
 
     def halve(self) -> MobileSamNetwork:
-        """Compute in bf16, but for the places of points: there it would move them by pixels."""
+        """Compute in bf16, but for the positions of points: there it would move them by pixels."""
         self.image_encoder.bfloat16()
         self.mask_decoder.bfloat16()
         return self
@@ -94,7 +94,7 @@ class MobileSam(PointSegmenter):
 
     def decode(self, encoded: Tensor, points: Tensor) -> Drawn:
         """Masks with 256 × 256 cells."""
-        return self.network.decode(encoded, points, self.chosen.quality)
+        return self.network.decode(encoded, points, self.settings.quality)
 
 
 def load_network(weights: Path) -> MobileSamNetwork:

@@ -63,9 +63,9 @@ class PointSegmenter(ABC):
     name: str
     version: str
 
-    def __init__(self, chosen: PointOptions, identity: dict[str, Any], device: torch.device, at_once: int):
-        self.chosen, self.device = chosen, device
-        self.options = {**asdict(chosen), **identity}
+    def __init__(self, settings: PointOptions, identity: dict[str, Any], device: torch.device, at_once: int):
+        self.settings, self.device = settings, device
+        self.options = {**asdict(settings), **identity}
         self._at_once = at_once  # points that the decoder sees together: bounds the memory, changes no mask
 
     @abstractmethod
@@ -84,7 +84,7 @@ class PointSegmenter(ABC):
         encoded, extent = self.encode(images)
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in images]
         step = max(1, self._at_once // len(images))
-        for points in point_grid(self.chosen.points).to(self.device).split(step):
+        for points in point_grid(self.settings.points).to(self.device).split(step):
             for at, masks, quality in self._select(self.decode(encoded, points * extent[:, None]), extent):
                 found[at].append((masks, quality))
         return [self._distinct(of_one) for of_one in found]
@@ -97,8 +97,8 @@ class PointSegmenter(ABC):
         inside = (down[:, None] < rows[:, None, None]) & (across < columns[:, None, None])  # [B, h, w]
         logits = logits.masked_fill(~inside[drawn.owner, None], _OUTSIDE)
         area = (logits > 0).sum((-2, -1)) / (rows * columns)[drawn.owner, None]
-        good = (drawn.quality >= self.chosen.quality) & (stability(logits) >= self.chosen.stability)
-        good &= (area >= self.chosen.smallest) & (area <= self.chosen.largest)  # [n, K]
+        good = (drawn.quality >= self.settings.quality) & (stability(logits) >= self.settings.stability)
+        good &= (area >= self.settings.smallest) & (area <= self.settings.largest)  # [n, K]
         owner = drawn.owner[:, None].expand_as(good)[good]
         masks, quality = logits[good] > 0, drawn.quality[good].float()
         for at, (height, width) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
@@ -112,7 +112,7 @@ class PointSegmenter(ABC):
             return no_masks()
         masks, quality = (torch.cat(parts) for parts in zip(*found, strict=True))
         best_first = masks[quality.argsort(descending=True, stable=True)]
-        return distinct(best_first, self.chosen.overlap, self.chosen.most).cpu().numpy()
+        return distinct(best_first, self.settings.overlap, self.settings.most).cpu().numpy()
 
 
 def point_grid(side: int) -> Tensor:

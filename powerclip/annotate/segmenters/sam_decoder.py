@@ -73,16 +73,16 @@ class TwoWayLayer(nn.Module):
         self.norm4 = nn.LayerNorm(FEATURES)
         self.cross_attn_image_to_token = Attention(FEATURES // 2)
 
-    def forward(self, tokens: Tensor, image: Tensor, prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, image: Tensor, prompts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, P, K, D] and image [B, 1 or P, S, D], each with what says where it stands, to both updated."""
         if self.first:  # the tokens still are the prompts
             tokens = self.norm1(self.self_attn(tokens, tokens, tokens))
         else:
             placed = tokens + prompts
             tokens = self.norm1(tokens + self.self_attn(placed, placed, tokens))
-        tokens = self.norm2(tokens + self.cross_attn_token_to_image(tokens + prompts, image + places, image))
+        tokens = self.norm2(tokens + self.cross_attn_token_to_image(tokens + prompts, image + positions, image))
         tokens = self.norm3(tokens + self.mlp(tokens))
-        image = self.norm4(image + self.cross_attn_image_to_token(image + places, tokens + prompts, tokens))
+        image = self.norm4(image + self.cross_attn_image_to_token(image + positions, tokens + prompts, tokens))
         return tokens, image
 
 
@@ -95,12 +95,12 @@ class TwoWayTransformer(nn.Module):
         self.final_attn_token_to_image = Attention(FEATURES // 2)
         self.norm_final_attn = nn.LayerNorm(FEATURES)
 
-    def forward(self, prompts: Tensor, image: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, prompts: Tensor, image: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, P, K, D] and image [B, 1, S, D] to both [B, P, …, D]."""
         tokens = prompts
         for layer in self.layers:
-            tokens, image = layer(tokens, image, prompts, places)
-        looked = self.final_attn_token_to_image(tokens + prompts, image + places, image)
+            tokens, image = layer(tokens, image, prompts, positions)
+        looked = self.final_attn_token_to_image(tokens + prompts, image + positions, image)
         return self.norm_final_attn(tokens + looked), image
 
 
@@ -121,7 +121,7 @@ class Perceptron(nn.Module):
 
 
 class PlaceEncoding(nn.Module):
-    """Random Fourier features of places in the square that the encoder saw."""
+    """Random Fourier features of positions in the square that the encoder saw."""
 
     positional_encoding_gaussian_matrix: Tensor
 
@@ -129,9 +129,9 @@ class PlaceEncoding(nn.Module):
         super().__init__()
         self.register_buffer("positional_encoding_gaussian_matrix", torch.zeros(2, FEATURES // 2))
 
-    def forward(self, places: Tensor) -> Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """Places [..., (x, y)] from 0 to 1 → [..., D]."""
-        angles = 2 * math.pi * ((2 * places - 1) @ self.positional_encoding_gaussian_matrix)
+        angles = 2 * math.pi * ((2 * positions - 1) @ self.positional_encoding_gaussian_matrix)
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
@@ -171,8 +171,8 @@ class MaskDecoder(nn.Module):
         self.output_hypernetworks_mlps = nn.ModuleList(Perceptron(FEATURES // 8) for _ in range(1 + MASKS))
         self.iou_prediction_head = Perceptron(1 + MASKS)
 
-    def forward(self, features: Tensor, places: Tensor, prompts: Tensor, least: float) -> Drawn:
-        """Masks with 4h × 4w cells from features [B, D, h, w], their places [S, D] and prompts [B, P, 2, D].
+    def forward(self, features: Tensor, positions: Tensor, prompts: Tensor, least: float) -> Drawn:
+        """Masks with 4h × 4w cells from features [B, D, h, w], their positions [S, D] and prompts [B, P, 2, D].
 
         Only points are drawn of which a mask is expected to reach an IoU of `least`: to see that, the tokens are
         enough, and drawing is a good part of the work.
@@ -181,7 +181,7 @@ class MaskDecoder(nn.Module):
         own = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(*prompts.shape[:2], -1, -1)
         tokens = torch.cat([own, prompts.to(own.dtype)], dim=2)
         image = features.flatten(2).transpose(1, 2).unsqueeze(1)
-        tokens, image = self.transformer(tokens, image, places.to(own.dtype))
+        tokens, image = self.transformer(tokens, image, positions.to(own.dtype))
         quality = self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
         drawn = quality.amax(-1) >= least  # [B, P]
 

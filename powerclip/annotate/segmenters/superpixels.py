@@ -42,29 +42,29 @@ class Superpixels:
     version = "1"
 
     def __init__(self, **options: float):
-        self._chosen = SuperpixelOptions(**options)  # type: ignore[arg-type]
-        self.options = asdict(self._chosen)
+        self._settings = SuperpixelOptions(**options)  # type: ignore[arg-type]
+        self.options = asdict(self._settings)
 
     def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
         """The pieces of each image, the largest first."""
-        return [self._segment(picture) for picture in images]
+        return [self._segment(image) for image in images]
 
-    def _segment(self, picture: SegmenterImage) -> Masks:
+    def _segment(self, image: SegmenterImage) -> Masks:
         from skimage.segmentation import felzenszwalb
 
-        pixels = _shrink(picture.pixels, self._chosen.side)
+        pixels = _shrink(image.pixels, self._settings.side)
         area = pixels.shape[0] * pixels.shape[1]
         masks = []
-        for scale in (self._chosen.finest * 3**step for step in range(3)):
-            smallest = max(1, round(self._chosen.smallest * area))
+        for scale in (self._settings.finest * 3**step for step in range(3)):
+            smallest = max(1, round(self._settings.smallest * area))
             pieces = felzenszwalb(pixels, scale=scale, sigma=0.8, min_size=smallest)
             masks += [pieces == piece for piece in range(pieces.max() + 1)]
-        low, high = self._chosen.smallest * area, self._chosen.largest * area
+        low, high = self._settings.smallest * area, self._settings.largest * area
         masks = sorted((mask for mask in masks if low <= mask.sum() <= high), key=np.sum, reverse=True)
         if not masks:
             return no_masks()
         on_grid = torch.from_numpy(np.stack([to_grid(mask) for mask in masks]))
-        return distinct(on_grid, self._chosen.overlap, self._chosen.most).numpy()
+        return distinct(on_grid, self._settings.overlap, self._settings.most).numpy()
 
 
 def _shrink(pixels: np.ndarray, side: int) -> np.ndarray:
