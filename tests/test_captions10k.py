@@ -63,7 +63,7 @@ def test_train_and_compare_work_end_to_end(small_data, tmp_path, monkeypatch, ca
     check_train_and_compare(monkeypatch, tmp_path, "train.batch_size=6")
     printed = capsys.readouterr().out
     assert "12 images, 18 captions" in printed
-    assert "3 comparisons (1 left out" in printed
+    assert "3 comparisons, 1 left out: their images are not there" in printed
 
 
 def test_train_and_compare_work_on_photographs(real_data, tmp_path, monkeypatch):
