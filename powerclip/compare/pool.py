@@ -18,7 +18,7 @@ from rich.console import Console
 from powerclip.compare.study import Run, RunFailure, Study
 from powerclip.errors import UserError
 from powerclip.runtime.processes import ProcessPool, Report, WorkerFunction
-from powerclip.runtime.progress import Progress
+from powerclip.runtime.progress import Progress, print_line
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train.data_cache import DataCache
 from powerclip.train.loop import train
@@ -125,9 +125,7 @@ class Processes:
                     yield run, RunFailure(reason)
                     continue
                 if worked.printed:
-                    console.print(
-                        worked.printed.rstrip(), style="yellow", markup=False, highlight=False, soft_wrap=True
-                    )
+                    print_line(console, worked.printed.rstrip(), style="yellow")
                 yield run, worked.result
 
 

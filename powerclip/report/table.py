@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from powerclip.runtime.progress import print_line
+
 Mark = Literal["", "best", "second"]
 
 NOTHING = "–"  # shown for a value that was not measured
@@ -91,7 +93,7 @@ class Table:
         shown.width = console.measure(shown, options=unlimited).maximum
         console.print(shown, highlight=False, crop=False, no_wrap=True, overflow="ignore")
         for note in self.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, note)
 
     def terminal(self, *, boxed: bool = False) -> RichTable:
         """The table for `rich`; `boxed` draws lines around cells and between sections."""

@@ -1,25 +1,15 @@
-"""Real processes for the tests of distributed training, and what one of them does.
-
-Processes are forked from one that has imported everything: starting some costs no more than running them.
-"""
+"""What a rank does in the tests of distributed training."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tiny_run import tiny
 from torch import Tensor
 
 from powerclip.data.batch import Batch
-from powerclip.errors import UserError
-from powerclip.objectives.a_clip import batch_norm
 from powerclip.runtime.distributed import SINGLE, Ranks, init_process_group, join_ranks
 from powerclip.train.data import make_loader
 from powerclip.train.loop import backward, share_terms, train, train_step
@@ -62,50 +52,6 @@ CASES: dict[str, Sequence[str]] = {
     "powerclip_single_tokens": ("alignment.parse_trees=false",),
 }
 SHARDED_RUN = ("train.sharding=full", "evaluation.scenes=true")
-PATIENCE = 200  # seconds
-
-
-def spawn_ranks(count: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """What `work(folder, *arguments)` returns on each of `count` ranks that torchrun would have started."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["powerclip.train.loop", "powerclip.encoders.models", "torch.utils.tensorboard"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder.mkdir(parents=True, exist_ok=True)
-    ranks = [
-        context.Process(target=_be_a_rank, args=(rank, count, port, work, folder, arguments)) for rank in range(count)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(PATIENCE)
-    hung = [process for process in ranks if process.is_alive()]
-    for process in hung:
-        process.kill()
-    answers = []
-    for rank in range(count):
-        complaint = folder / f"error-{rank}.txt"
-        assert not complaint.exists(), f"rank {rank}: {complaint.read_text()}"
-    assert not hung, "ranks wait for each other"
-    for rank in range(count):
-        answers.append(torch.load(folder / f"answer-{rank}.pt", weights_only=False))
-    return answers
-
-
-def _be_a_rank(
-    rank: int, count: int, port: int, work: Callable[..., Any], folder: Path, arguments: Sequence[Any]
-) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    torch.set_num_threads(1)
-    own = folder / f"rank-{rank}"
-    own.mkdir()
-    try:
-        torch.save(work(own, *arguments), folder / f"answer-{rank}.pt")
-    except BaseException:
-        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
-        raise
 
 
 def look(folder: Path, ranks: Ranks, overrides: Sequence[str]) -> dict[str, Tensor]:
@@ -162,58 +108,6 @@ def run_in_two_goes(folder: Path, output: Path, *overrides: str) -> None:
     with join_ranks("cpu"):
         run_whole(folder, output, 7, *overrides)
         run_whole(folder, output, None, *overrides, resume=True)
-
-
-def messages(folder: Path, values: Tensor) -> dict[str, Tensor]:
-    """What each message gives this rank of `values` [n, c, D], and the gradient of its own row of them."""
-    with join_ranks("cpu") as ranks:
-        found: dict[str, Tensor] = {}
-        for name in ("gather", "sum", "mean", "logsumexp"):
-            own = values[ranks.rank].clone().requires_grad_()
-            result = getattr(ranks, name)(own)
-            (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
-            found[name], found[f"gradient of {name}"] = result.detach(), own.grad
-        found["max"] = ranks.max(values[ranks.rank])
-        found["exchange"] = ranks.exchange(values[ranks.rank].repeat(ranks.count, 1))
-        found["truth"] = ranks.gather(values[ranks.rank] > 0)
-        norm = torch.nn.BatchNorm1d(values.shape[-1])
-        own = values[ranks.rank].clone().requires_grad_()
-        normal = batch_norm(norm, own, ranks)
-        normal.square().mul(torch.arange(values.shape[-1])).sum().backward()
-        found |= {"normal": normal.detach(), "gradient of normal": own.grad}
-        return found | {"running mean": norm.running_mean, "running variance": norm.running_var}
-
-
-def disagree(folder: Path) -> str:
-    """The second rank cannot do what both are asked to."""
-
-    def act() -> None:
-        if ranks.rank == 1:
-            raise UserError("the shard is gone")
-
-    try:
-        with join_ranks("cpu") as ranks:
-            ranks.raise_on_all(act)
-    except UserError as error:
-        return f"said: {error}"
-    except SystemExit as left:
-        return f"left with {left.code}"
-    return "went on"
-
-
-def lose_one(folder: Path) -> str:
-    """The second rank leaves while the first waits for it."""
-    if os.environ["RANK"] == "1":
-        with join_ranks("cpu") as ranks:
-            ranks.numbers(0)
-        return "left"
-    try:
-        with join_ranks("cpu") as ranks:
-            ranks.numbers(0)
-            ranks.numbers(1)
-    except UserError as error:
-        return str(error)
-    return "was answered"
 
 
 def everything(folder: Path, output: Path, cases: Sequence[str], sharded: Sequence[str]) -> dict[str, Any]:

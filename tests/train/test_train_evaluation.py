@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from mini_corpus import write_shard
 from PIL import Image
-from rank_workers import run_whole, spawn_ranks
+from rank_workers import run_whole
+from spawned_ranks import spawn_ranks
 from tiny_run import write_tiny
 
 from powerclip.compare.run import RunOptions, compare_study

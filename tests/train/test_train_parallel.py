@@ -16,14 +16,11 @@ from rank_workers import (
     CASES,
     TOWERS,
     alone,
-    disagree,
     everything,
     look_at_cases,
     look_over,
-    lose_one,
-    messages,
-    spawn_ranks,
 )
+from spawned_ranks import spawn_ranks
 from tiny_run import same_weights, tiny, weights, write_tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -37,7 +34,7 @@ from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
 from powerclip.objectives import Plan
-from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
+from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train import checkpoint
 from powerclip.train.data import make_loader
 from powerclip.train.loop import backward, train
@@ -236,16 +233,6 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
         tiny(tmp_path, "train.accumulate=0")
 
 
-def test_one_gpu_is_not_enough_for_several_ranks(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto", Ranks(1, 2, 1)) == torch.device("cuda:1")
-    with pytest.raises(UserError, match="cuda:1 is one GPU, and there are 2 ranks"):
-        choose_device("cuda:1", Ranks(0, 2))
-    with pytest.raises(UserError, match=r"more processes on this machine than it has GPUs \(2\)"):
-        choose_device("cuda", Ranks(2, 3, 2))
-
-
 @pytest.mark.parametrize("case", ["clip", "powerclip"])
 def test_parts_with_short_captions_only_are_not_padded_to_the_longest(tmp_path, mini_corpus, case):
     corpus = read_corpus(sorted(mini_corpus.glob("train-*.tar")), 32, None)
@@ -303,50 +290,7 @@ def test_an_image_draws_the_same_numbers_on_any_number_of_ranks():
         assert torch.equal(torch.cat([draw(rank, count) for rank in range(count)]), draw(0, 1))
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
-
-
-def test_messages_and_their_gradients_are_those_of_the_tensors_they_stand_for(tmp_path):
-    values = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
-    answers = spawn_ranks(3, messages, tmp_path, values)
-    whole = values.clone().requires_grad_()
-    results = {
-        "gather": whole.flatten(0, 1),
-        "sum": whole.sum(0),
-        "mean": whole.mean(0),
-        "logsumexp": whole.logsumexp(0),
-    }
-    for name, result in results.items():
-        weight = torch.arange(1.0, 1 + result.numel()).view_as(result)
-        # All three ranks use what they share.
-        (gradient,) = torch.autograd.grad(3 * (result * weight).sum(), whole)
-        for rank, answer in enumerate(answers):
-            torch.testing.assert_close(answer[name], result.detach())
-            torch.testing.assert_close(answer[f"gradient of {name}"], gradient[rank])
-    norm = torch.nn.BatchNorm1d(2)
-    normal = norm(whole.flatten(0, 1))
-    (gradient,) = torch.autograd.grad(normal.square().mul(torch.arange(2)).sum(), whole)
-    for rank, answer in enumerate(answers):
-        assert torch.equal(answer["max"], values.amax(0))
-        assert torch.equal(answer["truth"], values.flatten(0, 1) > 0)
-        assert torch.equal(answer["exchange"], values)
-        torch.testing.assert_close(answer["normal"], normal.detach().view_as(values)[rank])
-        torch.testing.assert_close(answer["gradient of normal"], gradient[rank], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(answer["running mean"], norm.running_mean)
-        torch.testing.assert_close(answer["running variance"], norm.running_var)
-
-
 # ---- when something goes wrong ---------------------------------------------------------------------------------------
-
-
-def test_what_fails_on_one_rank_fails_on_all_and_the_first_says_it(tmp_path):
-    assert spawn_ranks(3, disagree, tmp_path) == ["said: rank 1: the shard is gone", "left with 0", "left with 0"]
-
-
-def test_a_rank_that_leaves_does_not_keep_the_others_waiting(tmp_path):
-    first, second = spawn_ranks(2, lose_one, tmp_path)
-    assert "lost the connection" in first
-    assert second == "left"
 
 
 def test_an_error_that_strikes_all_ranks_is_said_by_the_first_and_one_that_does_not_by_its_own(monkeypatch, capsys):
@@ -366,30 +310,6 @@ def test_commands_for_one_process_say_so_under_torchrun(monkeypatch, command):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=f"powerclip {command} is for one process"):
         app([command, *(["quickstart/clip"] if command == "compare" else [])], standalone_mode=False)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names here only on Linux")
-def test_no_thread_of_the_processes_outlives_their_group():
-    # One that does can abort Python's exit. open_clip is imported late, as commands do.
-    script = """
-from pathlib import Path
-import powerclip.runtime.distributed
-import torch
-from torch import distributed as dist
-
-def threads():
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name]
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import open_clip
-dist.all_reduce(torch.ones(1))
-assert threads()
-dist.destroy_process_group()
-print(threads())
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_torchrun_trains_and_one_rank_prints(tmp_path):
