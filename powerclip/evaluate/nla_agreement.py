@@ -259,9 +259,11 @@ def _corpus_loader(
     report: Callable[[str], None] | None,
 ) -> CorpusLoader:
     """Whole images of the shards, each with one of its captions and random boxes."""
-    corpus = read_corpus(shards, max(encoder.image_size), trees or find_trees(shards), progress=report is not None)
+    sidecars = None if trees else find_trees(shards)
+    corpus = read_corpus(shards, max(encoder.image_size), trees or sidecars, progress=report is not None)
     if report:
-        report(f"{_shard_names(shards)}: {corpus.summary()}")
+        note = "; trees of the sidecars beside the shards" if sidecars else ""
+        report(f"{_shard_names(shards)}: {corpus.summary()}{note}")
     needed = study.batches * study.pairs
     if len(corpus.keys) < needed:
         most = len(corpus.keys) // study.pairs
