@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # CLIP's own: what open_clip normalises with unless a model says otherwise.
@@ -38,12 +37,6 @@ class Normaliser:
     def __call__(self, values: Tensor) -> Tensor:
         """The values, normalised where they are."""
         return values.mul_(self._scale).add_(self._shift)
-
-
-def squash(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Whole images [C, 3, H, W] at another size, without regard to their shape: values 0 … 255, float."""
-    resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
-    return resized.clamp_(0, 255)  # bicubic overshoots at edges
 
 
 def crop_batch(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:

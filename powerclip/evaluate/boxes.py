@@ -46,18 +46,18 @@ def read_boxes(path: Path) -> PointingGame:
     """
     units, items = _items(path)
     images = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
-    found = [_phrase(item, images, f"{path}, item {number}") for number, item in enumerate(items)]
-    number = {image: place for place, image in enumerate(dict.fromkeys(one.image for one in found))}
-    gone = [image for image in number if not image.is_file()]
-    if gone:
-        raise UserError(f"{path} names {len(gone):,} images that are not there, the first is {gone[0]}")
-    sizes = {image: _size(image) if units == "pixels" else (1.0, 1.0) for image in number}
+    phrases = [_phrase(item, images, f"{path}, item {number}") for number, item in enumerate(items)]
+    index = {image: number for number, image in enumerate(dict.fromkeys(phrase.image for phrase in phrases))}
+    missing = [image for image in index if not image.is_file()]
+    if missing:
+        raise UserError(f"{path} names {len(missing):,} images that are not there, the first is {missing[0]}")
+    sizes = {image: _size(image) if units == "pixels" else (1.0, 1.0) for image in index}
     return PointingGame(
-        FileImages(list(number)),
-        [number[one.image] for one in found],
-        [one.caption for one in found],
-        [one.span for one in found],
-        [[_share(box, sizes[one.image], one.where) for box in one.boxes] for one in found],
+        FileImages(list(index)),
+        [index[phrase.image] for phrase in phrases],
+        [phrase.caption for phrase in phrases],
+        [phrase.span for phrase in phrases],
+        [[_share(box, sizes[phrase.image], phrase.where) for box in phrase.boxes] for phrase in phrases],
     )
 
 
@@ -100,17 +100,17 @@ def _span(phrase: Any, caption: str, where: str) -> Span:
     if isinstance(phrase, str) and phrase.strip():
         # Not by str.lower, which makes some letters longer: the place would be that in another text.
         wanted = re.compile(re.escape(phrase.strip()), re.IGNORECASE)
-        found = wanted.search(caption)
-        if found is None:
+        match = wanted.search(caption)
+        if match is None:
             raise UserError(f"{where}: the phrase {shorten(phrase)!r} is not in the caption {shorten(caption)!r}")
-        if not is_word(found[0]):
+        if not is_word(match[0]):
             raise UserError(f"{where}: the phrase {shorten(phrase)!r} holds no word")
-        if wanted.search(caption, found.start() + 1):
+        if wanted.search(caption, match.start() + 1):
             raise UserError(
                 f"{where}: the phrase {shorten(phrase)!r} occurs more than once in the caption: "
                 "give its first character and the one after its last instead, such as [0, 5]"
             )
-        return Span(found.start(), found.end(), "")
+        return Span(match.start(), match.end(), "")
     if isinstance(phrase, list) and len(phrase) == 2 and all(type(edge) is int for edge in phrase):
         start, end = phrase
         if not 0 <= start < end <= len(caption) or not is_word(caption[start:end]):

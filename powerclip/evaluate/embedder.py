@@ -167,10 +167,8 @@ class Embedder:
         """
 
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            contents = pool.map(lambda number: _read(source, number), chunk)
-            prepared = pool.map(lambda content: self._squashed(source, content), contents)
             readable = torch.zeros(len(chunk), dtype=torch.bool)
-            for rows, batch in _batches(prepared):
+            for rows, batch in _batches(self._squashed.map(source, chunk, pool)):
                 use([chunk[row] for row in rows], self.encoder.encode_patches(batch.to(self.device))[1])
                 readable[rows] = True
             return readable
@@ -185,10 +183,7 @@ class Embedder:
         """
 
         def decode(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            contents = pool.map(lambda number: _read(source, number), chunk)
-            return torch.tensor(
-                [one is not None for one in pool.map(lambda content: self._own(source, content), contents)]
-            )
+            return torch.tensor([pixels is not None for pixels in self._own.map(source, chunk, pool)])
 
         self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, decode), source.names)
 
@@ -215,20 +210,18 @@ class Embedder:
         """Embeddings [chunk, D], and which images could be read [chunk]."""
         contents = list(pool.map(lambda number: _read(source, number), chunk))
         key = self._key(contents, "images")
-        found = self._load(key)
-        if found is None:
+        cached = self._load(key)
+        if cached is None:
             # The pool decodes ahead while the encoder works.
             prepared = pool.map(lambda content: self._own(source, content), contents)
-            vectors, readable = (
-                torch.zeros(len(chunk), self.encoder.embed_dim),
-                torch.zeros(len(chunk), dtype=torch.bool),
-            )
+            vectors = torch.zeros(len(chunk), self.encoder.embed_dim)
+            readable = torch.zeros(len(chunk), dtype=torch.bool)
             for rows, batch in _batches(prepared):
                 vectors[rows] = self.encoder.encode_image(batch.to(self.device)).float().cpu()
                 readable[rows] = True
-            found = {"vectors": vectors, "readable": readable}
-            self._store(key, found)
-        return found["vectors"], found["readable"]
+            cached = {"vectors": vectors, "readable": readable}
+            self._store(key, cached)
+        return cached["vectors"], cached["readable"]
 
     def _checked(self, vectors: Tensor, readable: Tensor, names: Sequence[str]) -> Embedded:
         """The embeddings, unless too many are missing."""
@@ -251,14 +244,14 @@ class Embedder:
         """Global embeddings [texts, D] on the CPU."""
         # A lone surrogate, which JSON can hold, has bytes as well.
         key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
-        found = self.ranks.broadcast(lambda: self._load(key)) if self.cache is not None else None
-        if found is None:
+        cached = self.ranks.broadcast(lambda: self._load(key)) if self.cache is not None else None
+        if cached is None:
             number = {text: row for row, text in enumerate(dict.fromkeys(texts))}
             vectors = self._in_batches(list(number), self._encode_texts)
-            found = {"vectors": vectors[torch.tensor([number[text] for text in texts])]}
+            cached = {"vectors": vectors[torch.tensor([number[text] for text in texts])]}
             if self.ranks.is_main:
-                self._store(key, found)
-        return found["vectors"]
+                self._store(key, cached)
+        return cached["vectors"]
 
     def phrases(self, captions: Sequence[str], trees: Sequence[Tree]) -> Tensor:
         """p_B (Eqs. 3 and 4) of every node of every caption's tree [T, D] on the CPU, in the order of the trees.
@@ -338,10 +331,10 @@ class _Preparation:
     ) -> None:
         from powerclip.encoders import preprocess_for
 
-        own = encoder.clip.visual.preprocess_cfg
+        settings = encoder.clip.visual.preprocess_cfg
         self._transform = preprocess_for(encoder, resize_mode=resize_mode)
-        settings = {**own, "resize_mode": resize_mode or own.get("resize_mode")}
-        self._name = json.dumps(settings, sort_keys=True, default=str)
+        used = {**settings, "resize_mode": resize_mode or settings.get("resize_mode")}
+        self._name = json.dumps(used, sort_keys=True, default=str)
         self._pixels = pixels
 
     def __call__(self, source: ImageSource, content: bytes) -> Tensor | None:
@@ -355,6 +348,11 @@ class _Preparation:
         # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return None
+
+    def map(self, source: ImageSource, chunk: range, pool: ThreadPoolExecutor) -> Iterator[Tensor | None]:
+        """The images with these numbers, read and prepared by the threads of a pool."""
+        contents = pool.map(lambda number: _read(source, number), chunk)
+        return pool.map(lambda content: self(source, content), contents)
 
 
 @contextmanager

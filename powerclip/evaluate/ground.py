@@ -58,7 +58,7 @@ def ground(
 
     by_model = [_rows(one, name, image, captions, trees) for one, name in zip(models, _names(models), strict=True)]
     # Caption by caption, the models of each below each other.
-    rows = [row for place in range(len(captions)) for row in _below(rows[place] for rows in by_model)]
+    rows = [row for number in range(len(captions)) for row in _below(rows[number] for rows in by_model)]
     figure = heatmap_figure(rows)
     try:
         save_png(figure, target)
@@ -71,8 +71,8 @@ def _trees(captions: Sequence[str], brackets: Sequence[str] | None) -> list[Tree
     if brackets is not None and len(brackets) != len(captions):
         raise UserError(f"{len(captions)} captions, but {len(brackets)} trees: give one tree for each caption, or none")
     trees = []
-    for place, caption in enumerate(captions):
-        tree = word_tree(caption) if brackets is None else parse_bracketed(brackets[place], caption)
+    for number, caption in enumerate(captions):
+        tree = word_tree(caption) if brackets is None else parse_bracketed(brackets[number], caption)
         if not tree.nodes:
             raise UserError(f"caption {caption!r} has no word: say what to look for in the image")
         trees.append(tree)
@@ -115,8 +115,8 @@ def _names(models: Sequence[str | Path]) -> list[str]:
     if len(models) == 1:
         return [""]
     parts = [Path(model).parts for model in models]
-    for place in range(1, min(map(len, parts)) + 1):
-        ends = [part[-place] for part in parts]
+    for depth in range(1, min(map(len, parts)) + 1):
+        ends = [part[-depth] for part in parts]
         if len(set(ends)) == len(ends):
             return ends
     return [str(model) for model in models]

@@ -24,7 +24,7 @@ class ImageSource(Protocol):
         """What messages call each image."""
         ...
 
-    def read(self, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
         """The content of one image."""
         ...
 
@@ -66,9 +66,9 @@ class FileImages:
         """Their paths."""
         return [str(path) for path in self.paths]
 
-    def read(self, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
         """The content of a file."""
-        return self.paths[place].read_bytes()
+        return self.paths[index].read_bytes()
 
     def decode(self, content: bytes) -> Image.Image:
         """The image in it."""
@@ -100,9 +100,9 @@ class TarImages:
         """`shard.tar: member`."""
         return [str(member) for member in self.members]
 
-    def read(self, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
         """The content of a member."""
-        member = self.members[place]
+        member = self.members[index]
         # Each thread keeps the tar that it read last open: members come in order.
         opened: tuple[Path, BinaryIO] | None = getattr(self._open, "file", None)
         if opened is None or opened[0] != member.tar:
@@ -131,11 +131,11 @@ class DatasetImages:
         listed = getattr(self.dataset, "samples", None) or getattr(self.dataset, "_image_files", None)
         if listed is not None and len(listed) == len(self.dataset):
             return [str(entry[0] if isinstance(entry, tuple) else entry) for entry in listed]
-        return [f"{self.name}, item {place}" for place in range(len(self.dataset))]
+        return [f"{self.name}, item {index}" for index in range(len(self.dataset))]
 
-    def read(self, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
         """The pixels, with their size in front."""
-        return pack_pixels(self.dataset[place][0].convert("RGB"))
+        return pack_pixels(self.dataset[index][0].convert("RGB"))
 
     def decode(self, content: bytes) -> Image.Image:
         """The image with these pixels."""

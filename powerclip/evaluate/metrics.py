@@ -50,8 +50,8 @@ def recall(images: Tensor, captions: Tensor, image_of_caption: Tensor | None = N
         "text": text_ranks(images, captions, image_of_caption),
     }
     recalls = {
-        f"{side}_retrieval_recall@{k}": (found < k).double().mean().item()
-        for side, found in ranks.items()
+        f"{side}_retrieval_recall@{k}": (before < k).double().mean().item()
+        for side, before in ranks.items()
         for k in CUTOFFS
     }
     return {**recalls, "mean_recall": sum(recalls.values()) / len(recalls)}
@@ -67,10 +67,10 @@ def text_ranks(images: Tensor, captions: Tensor, image_of_caption: Tensor, block
     for start in range(0, len(images), block):
         scores = images[start : start + block] @ captions.T
         rows = torch.arange(start, start + len(scores), device=images.device)
-        own = image_of_caption == rows[:, None]
-        best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+        matches = image_of_caption == rows[:, None]
+        best = scores.masked_fill(~matches, -torch.inf).amax(1, keepdim=True)
         # `not less` instead of `greater or equal`: true for NaN.
-        ranks.append((~(scores < best) & ~own).sum(1))
+        ranks.append((~(scores < best) & ~matches).sum(1))
     return torch.cat(ranks)
 
 
@@ -120,9 +120,9 @@ def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str]
 
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
     """For each row of scores [n, classes], how many others come before its label [n]: [n]."""
-    own = labels[:, None]
-    ahead = ~(scores < scores.gather(1, own))  # true for NaN
-    return ahead.sum(1) - ahead.gather(1, own)[:, 0].long()
+    column = labels[:, None]
+    ahead = ~(scores < scores.gather(1, column))  # true for NaN
+    return ahead.sum(1) - ahead.gather(1, column)[:, 0].long()
 
 
 def classification(scores: Tensor, labels: Tensor) -> Metrics:

@@ -26,7 +26,7 @@ class ProbeSettings:
 
 
 def batches(count: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """One epoch: all places in random order, in batches; the last may be smaller."""
+    """One epoch: all rows in random order, in batches; the last may be smaller."""
     yield from torch.randperm(count, generator=generator).split(batch_size)
 
 
@@ -45,12 +45,12 @@ def train_probe(
     step = 0
     with torch.enable_grad():
         for _ in range(settings.epochs):
-            for places in batches(len(features), settings.batch_size, generator):
+            for rows in batches(len(features), settings.batch_size, generator):
                 for group in optimizer.param_groups:
                     group["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * settings.lr
-                places = places.to(features.device)
+                rows = rows.to(features.device)
                 optimizer.zero_grad()
-                cross_entropy(layer(features[places]), labels[places]).backward()
+                cross_entropy(layer(features[rows]), labels[rows]).backward()
                 optimizer.step()
                 step += 1
     return layer

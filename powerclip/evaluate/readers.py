@@ -67,13 +67,13 @@ def read_class_folders(folder: Path) -> Classification:
         UserError: no folder holds an image, or the class names do not fit the folders.
     """
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    found = [(label, image) for label, sub in enumerate(folders) for image in _images_below(sub)]
-    if not found:
+    labelled = [(label, image) for label, sub in enumerate(folders) for image in _images_below(sub)]
+    if not labelled:
         raise UserError(
             f"{folder} holds no benchmark that is known: images in class folders, tars, SugarCrepe's or Winoground's"
             " files"
         )
-    images, labels = FileImages([image for _, image in found]), torch.tensor([label for label, _ in found])
+    images, labels = FileImages([image for _, image in labelled]), torch.tensor([label for label, _ in labelled])
     names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
     known = [number for number in numbers if number]
     if not names and len(known) == len(folders):
@@ -104,15 +104,15 @@ def read_csv(path: Path) -> CaptionRetrieval:
     for number, row in enumerate(rows[1:], 2):
         if not row:
             continue
-        own = [cell.strip() for cell in row[1:] if cell.strip()]
-        if not own:
+        texts = [cell.strip() for cell in row[1:] if cell.strip()]
+        if not texts:
             raise UserError(f"{path}, line {number}: an image and at least one caption are expected")
-        captions.setdefault(path.parent / row[0].strip(), []).extend(own)
+        captions.setdefault(path.parent / row[0].strip(), []).extend(texts)
     if not captions:
         raise UserError(f"{path}: no rows below the line of column names")
-    gone = [image for image in captions if not image.is_file()]
-    if gone:
-        raise UserError(f"{path} names {len(gone):,} images that are not there, the first is {gone[0]}")
+    missing = [image for image in captions if not image.is_file()]
+    if missing:
+        raise UserError(f"{path} names {len(missing):,} images that are not there, the first is {missing[0]}")
     return _retrieval(FileImages(list(captions)), list(captions.values()))
 
 
@@ -158,9 +158,9 @@ def read_winoground(folder: Path) -> CaptionPairs:
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: expected image_0, image_1, caption_0 and caption_1") from None
     images = [image if image.suffix else image.with_suffix(".png") for image in images]
-    gone = [image for image in images if not image.is_file()]
-    if gone or not images:
-        raise UserError(f"{path}: {f'there is no image {gone[0]}' if gone else 'it is empty'}")
+    missing = [image for image in images if not image.is_file()]
+    if missing or not images:
+        raise UserError(f"{path}: {f'there is no image {missing[0]}' if missing else 'it is empty'}")
     return CaptionPairs(FileImages(images), captions)
 
 
@@ -231,16 +231,16 @@ def _labels(samples: Sequence[_Sample]) -> torch.Tensor:
 
 
 def _is_imagenet(samples: Sequence[_Sample], where: str) -> bool:
-    """Whether files are called by WordNet numbers and labelled with the places of these in ImageNet-1k."""
-    found = [
+    """Whether files are called by WordNet numbers and labelled by their order in ImageNet-1k."""
+    numbered = [
         (imagenet.wordnet_number(sample.image.name.rpartition("/")[2]), sample.label)
         for sample in samples
         if sample.image is not None
     ]
-    if any(number is None for number, _ in found):
+    if any(number is None for number, _ in numbered):
         return False
-    place = {number: label for label, number in enumerate(imagenet.class_numbers(where))}
-    return all(place.get(number or "") == label for number, label in found)
+    label_of = {number: label for label, number in enumerate(imagenet.class_numbers(where))}
+    return all(label_of.get(number or "") == label for number, label in numbered)
 
 
 def _read_samples(tars: Sequence[Path]) -> list[_Sample]:
@@ -259,10 +259,10 @@ def _read_samples(tars: Sequence[Path]) -> list[_Sample]:
                         _note(sample, suffix, file.read(member.size))
         except (TarDamage, EOFError, OSError, ValueError, RecursionError) as error:
             raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
-    found = [sample for sample in samples.values() if sample.image]
-    if not found:
+    with_image = [sample for sample in samples.values() if sample.image]
+    if not with_image:
         raise UserError(f"{tars[0]} holds no image (.{', .'.join(IMAGE_SUFFIXES)})")
-    return found
+    return with_image
 
 
 def _note(sample: _Sample, suffix: str, content: bytes) -> None:
@@ -279,8 +279,8 @@ def _note(sample: _Sample, suffix: str, content: bytes) -> None:
 
 
 def _retrieval(images: FileImages | TarImages, captions: Sequence[Sequence[str]]) -> CaptionRetrieval:
-    owners = torch.tensor([place for place, own in enumerate(captions) for _ in own])
-    return CaptionRetrieval(images, [caption for own in captions for caption in own], owners)
+    owners = torch.tensor([image for image, texts in enumerate(captions) for _ in texts])
+    return CaptionRetrieval(images, [text for texts in captions for text in texts], owners)
 
 
 @dataclass(frozen=True)
@@ -313,14 +313,14 @@ def _read_items(path: Path, kind: str, images: Path) -> list[_Item]:
 
 
 def _negatives(items: Sequence[_Item], images: Path) -> HardNegatives:
-    known = {image: image.is_file() for image in {item.image for item in items}}
-    kept = [item for item in items if known[item.image]]
+    exists = {image: image.is_file() for image in {item.image for item in items}}
+    kept = [item for item in items if exists[item.image]]
     if not kept:
         raise UserError(f"{images} holds none of the images that the comparisons name")
-    number = {image: place for place, image in enumerate(dict.fromkeys(item.image for item in kept))}
+    index = {image: number for number, image in enumerate(dict.fromkeys(item.image for item in kept))}
     return HardNegatives(
-        FileImages(list(number)),
-        torch.tensor([number[item.image] for item in kept]),
+        FileImages(list(index)),
+        torch.tensor([index[item.image] for item in kept]),
         [item.caption for item in kept],
         [item.negative for item in kept],
         [item.kind for item in kept],

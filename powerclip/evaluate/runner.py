@@ -88,12 +88,12 @@ def evaluate_model(
         )
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
-        found = evaluate(embedder, jobs, target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet)
+        done = evaluate(embedder, jobs, target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet)
         if ranks.is_main and not quiet:
-            parts = ((found.missing, "missing"), (found.failed, "failed"))
+            parts = ((done.missing, "missing"), (done.failed, "failed"))
             left = [f"{len(part)} {what}" for part, what in parts if part]
             print(f"results: {target}" + (f" ({', '.join(left)})" if left else ""))
-        return found
+        return done
 
 
 def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list[Job]:

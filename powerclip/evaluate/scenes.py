@@ -34,11 +34,11 @@ class SceneImages:
         """The scenes' keys."""
         return [scene.key for scene in self.scenes]
 
-    def read(self, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
         """The pixels of a scene."""
         from PIL import Image
 
-        return pack_pixels(Image.fromarray(self.pixels[place].permute(1, 2, 0).numpy()))
+        return pack_pixels(Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy()))
 
     def decode(self, content: bytes) -> Image.Image:
         """The image with these pixels."""
@@ -56,7 +56,7 @@ def scene_images(encoder: DualEncoder, scenes: Sequence[data.Scene]) -> Tensor:
     from powerclip.encoders import preprocess_for
 
     source, prepare = draw(scenes, encoder.image_size[0]), preprocess_for(encoder)
-    return torch.stack([prepare(source.decode(source.read(place))) for place in range(len(scenes))])
+    return torch.stack([prepare(source.decode(source.read(index))) for index in range(len(scenes))])
 
 
 def scene_tasks(count: int, size: int, seed: int = 0) -> dict[str, Task]:

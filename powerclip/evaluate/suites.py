@@ -190,7 +190,7 @@ def _labels(dataset: Any) -> torch.Tensor:
         samples = getattr(dataset, "_samples", None)
         if samples is not None and len(samples) == len(dataset):
             return torch.tensor([label for _, label in samples])
-    return torch.stack([torch.as_tensor(dataset[place][1]) for place in range(len(dataset))]).long()
+    return torch.stack([torch.as_tensor(dataset[index][1]) for index in range(len(dataset))]).long()
 
 
 def _captions(benchmark: Benchmark, dataset: Any) -> CaptionRetrieval:
@@ -198,6 +198,6 @@ def _captions(benchmark: Benchmark, dataset: Any) -> CaptionRetrieval:
         listed = [list(captions) for _, captions in dataset.data]
     else:  # COCO: its index knows the captions of an image
         listed = [list(dataset._load_target(number)) for number in dataset.ids]
-    owners = torch.tensor([place for place, own in enumerate(listed) for _ in own])
-    captions = [caption for own in listed for caption in own]
+    owners = torch.tensor([image for image, texts in enumerate(listed) for _ in texts])
+    captions = [text for texts in listed for text in texts]
     return CaptionRetrieval(DatasetImages(benchmark.name, dataset), captions, owners)

@@ -35,7 +35,7 @@ class Scored:
     def flat(self) -> dict[str, float]:
         """`metric` of the whole and `PART/acc` of each part → share, 0 to 1."""
         whole = self.parts.get("", {})
-        parts = {f"{part}/acc": own.get("acc") for part, own in self.parts.items() if part}
+        parts = {f"{part}/acc": values.get("acc") for part, values in self.parts.items() if part}
         return {name: value for name, value in {**whole, **parts}.items() if value is not None}
 
 
@@ -60,11 +60,12 @@ class Classification:
         directions = metrics.class_embeddings(embedder.texts, self.classes, self.templates)
         embedded = embedder.images(self.images)
         vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
+        scores = vectors @ directions.T
         if labels.ndim == 2:
-            found: Metrics = {"mean_average_precision": metrics.mean_average_precision(vectors @ directions.T, labels)}
+            whole: Metrics = {"mean_average_precision": metrics.mean_average_precision(scores, labels)}
         else:
-            found = metrics.classification(vectors @ directions.T, labels)
-        return Scored({"": found}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
+            whole = metrics.classification(scores, labels)
+        return Scored({"": whole}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class CaptionRetrieval:
         kept = embedded.readable[self.image_of_caption]
         number = embedded.readable.cumsum(0) - 1  # among the readable ones
         vectors, owners = embedded.vectors[embedded.readable], number[self.image_of_caption[kept]]
-        found = metrics.recall(vectors, captions[kept], owners)
-        return Scored({"": found}, {"images": len(vectors), "captions": int(kept.sum())}, embedded.corrupt)
+        recalls = metrics.recall(vectors, captions[kept], owners)
+        return Scored({"": recalls}, {"images": len(vectors), "captions": int(kept.sum())}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,10 @@ class LinearProbe:
         layer = train_probe(vectors, labels, classes, self.settings)
         vectors, labels = (part.to(device) for part in _readable(unseen, self.test.labels))
         with torch.no_grad():
-            found = metrics.classification(layer(vectors), labels)
+            accuracy = metrics.classification(layer(vectors), labels)
         counts = {"images": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
-        renamed: Metrics = {f"lp_{name}": value for name, value in found.items()}
-        return Scored({"": renamed}, counts, (*seen.corrupt, *unseen.corrupt))
+        whole: Metrics = {f"lp_{name}": value for name, value in accuracy.items()}
+        return Scored({"": whole}, counts, (*seen.corrupt, *unseen.corrupt))
 
 
 @dataclass(frozen=True)
@@ -212,35 +213,35 @@ class PointingGame:
         if self.objects is not None:
             targets["_any"] = self._cells(self.objects, embedder)
         hits = {f"pointing_{way}{which}": torch.zeros(len(phrases)) for which in targets for way in queries}
-        asked: dict[int, list[int]] = {}
+        phrases_of: dict[int, list[int]] = {}
         for phrase, image in enumerate(self.image_of_phrase):
-            asked.setdefault(image, []).append(phrase)
+            phrases_of.setdefault(image, []).append(phrase)
 
         def play(images: Sequence[int], patches: Tensor) -> None:
             """Ask for all phrases of some images, given their patches [batch, N, D]."""
-            pairs = [(row, phrase) for row, image in enumerate(images) for phrase in asked.get(image, [])]
+            pairs = [(row, phrase) for row, image in enumerate(images) for phrase in phrases_of.get(image, [])]
             for start in range(0, len(pairs), BATCH):
                 rows, numbers = torch.tensor(pairs[start : start + BATCH]).unbind(1)
-                own = patches[rows.to(patches.device)]
+                of_phrases = patches[rows.to(patches.device)]
                 for way, directions in queries.items():
-                    heat = metrics.patch_similarity(own, directions[numbers].to(patches.device))
+                    heat = metrics.patch_similarity(of_phrases, directions[numbers].to(patches.device))
                     heat = heat.unflatten(1, embedder.encoder.grid).cpu()
                     for which, inside in targets.items():
                         hits[f"pointing_{way}{which}"][numbers] = metrics.hits_cells(heat, inside[numbers]).float()
 
         seen = embedder.patches(self.images, play)
         kept = seen.readable[torch.tensor(self.image_of_phrase)]
-        found: Metrics = {name: embedder.ranks.sum(own)[kept].double().mean().item() for name, own in hits.items()}
-        found |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
+        whole: Metrics = {name: embedder.ranks.sum(hit)[kept].double().mean().item() for name, hit in hits.items()}
+        whole |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
         counts = {"images": int(seen.readable.sum()), "phrases": int(kept.sum())}
         # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
         small = int((~targets[""][kept].flatten(1).any(1)).sum())
-        return Scored({"": found}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
+        return Scored({"": whole}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
 
     def _cells(self, boxes: Sequence[Sequence[Box]], embedder: Embedder) -> Tensor:
         """Which patches lie in one of the boxes of each phrase [T, rows, columns] bool."""
         grid = embedder.encoder.grid
-        return torch.stack([metrics.cells_in_boxes(torch.tensor(own), grid).any(0) for own in boxes])
+        return torch.stack([metrics.cells_in_boxes(torch.tensor(several), grid).any(0) for several in boxes])
 
 
 def _tree(caption: str, span: Span) -> Tree:

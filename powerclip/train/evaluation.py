@@ -1,4 +1,4 @@
-"""What a recipe asks to be measured: tasks that are read before the run begins, and scored whenever it is asked."""
+"""What a recipe asks to be measured: tasks that are read before the run begins, and scored whenever it is settings."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def make_evaluation(
     def evaluate(model: DualEncoder) -> dict[str, float]:
         scorer = embedder(model)
         scored = {name: task.score(scorer).flat() for name, task in tasks.items()}
-        return {f"{name}/{metric}": value for name, found in scored.items() for metric, value in found.items()}
+        return {f"{name}/{metric}": value for name, metrics in scored.items() for metric, value in metrics.items()}
 
     return evaluate
 
 
 def read_tasks(recipe: Recipe, encoder: DualEncoder, cache: DataCache) -> dict[str, Task]:
     """The tasks that a recipe names, by the names of their scores."""
-    asked = recipe.evaluation
+    settings = recipe.evaluation
     tasks: dict[str, Task] = {}
-    if asked.retrieval is not None:
-        tars = expand_pattern(asked.retrieval, "evaluation.retrieval")
-        tasks["retrieval"] = cache.task(asked.retrieval, tars, read_caption_tars)
-    if asked.composition is not None:
-        folder = expand_path(asked.composition, "evaluation.composition")
-        tasks["composition"] = cache.task(asked.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
-    if asked.scenes:
-        found = scene_tasks(asked.scenes, encoder.image_size[0])
-        tasks |= {f"scenes/{name}": task for name, task in found.items()}
+    if settings.retrieval is not None:
+        tars = expand_pattern(settings.retrieval, "evaluation.retrieval")
+        tasks["retrieval"] = cache.task(settings.retrieval, tars, read_caption_tars)
+    if settings.composition is not None:
+        folder = expand_path(settings.composition, "evaluation.composition")
+        tasks["composition"] = cache.task(settings.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
+    if settings.scenes:
+        scenes = scene_tasks(settings.scenes, encoder.image_size[0])
+        tasks |= {f"scenes/{name}": task for name, task in scenes.items()}
     return tasks
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from powerclip.data.crops import crop_boxes
-from powerclip.data.pixels import Normaliser, crop_batch, cubic_weights, squash
+from powerclip.data.pixels import Normaliser, crop_batch, cubic_weights
 
 
 def sampled(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
@@ -56,10 +54,3 @@ def test_pixels_are_normalised_as_the_tower_wants():
     mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.5, 0.6, 0.7]).view(3, 1, 1)
     expected = (pixels / 255 - mean) / std
     assert torch.allclose(Normaliser([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])(pixels.clone()), expected, atol=1e-5)
-
-
-def test_whole_images_are_squashed_as_pillow_does_it():
-    pixels = torch.randint(0, 256, (3, 40, 60), generator=torch.Generator().manual_seed(1)).byte()
-    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((24, 16), Image.Resampling.BICUBIC)
-    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
-    assert (squash(pixels[None], (16, 24))[0] - expected).abs().max() < 1.5

@@ -21,7 +21,7 @@ def tokenizer():
 
 
 class Oracle(torch.nn.Module):
-    """Knows each picture's caption, class and boxes. Texts are random directions, the same text always the same."""
+    """Knows each image's caption, class and boxes. Texts are random directions, the same text always the same."""
 
     grid, image_size, embed_dim = (SIZE // PATCH, SIZE // PATCH), (SIZE, SIZE), 256
     clip = SimpleNamespace(visual=SimpleNamespace(preprocess_cfg={"size": SIZE, "mean": CLIP_MEAN, "std": CLIP_STD}))

@@ -39,8 +39,8 @@ def embedder(model):
 class Listed(torch.utils.data.Dataset):
     """Images and answers as clip-benchmark's evaluators expect them."""
 
-    def __init__(self, encoder, pictures, answers, classes=None):
-        self.prepare, self.images, self.answers, self.classes = preprocess_for(encoder), pictures, answers, classes
+    def __init__(self, encoder, paths, answers, classes=None):
+        self.prepare, self.images, self.answers, self.classes = preprocess_for(encoder), paths, answers, classes
 
     def __len__(self):
         return len(self.answers)
@@ -157,9 +157,9 @@ def test_sugarcrepe_is_clip_benchmarks_kind_by_kind(model, embedder, tmp_path):
     assert (whole["acc"], whole["mean_kind_acc"]) == pytest.approx((mean, mean))
     for kind, ours in found.items():
         own = [place for place, name in enumerate(task.kinds) if name == kind]
-        pictures = [[task.images.paths[task.image_of_item[place]]] for place in own]
+        paths = [[task.images.paths[task.image_of_item[place]]] for place in own]
         texts = [[task.captions[place], task.negatives[place]] for place in own]
-        data = loader(Listed(model[0], pictures, texts), texts=True)
+        data = loader(Listed(model[0], paths, texts), texts=True)
         assert ours == pytest.approx(reference.evaluate(model[0], data, tokenize(model), "cpu", amp=False))
         assert 0 < ours["acc"] < 1
 
