@@ -1,4 +1,4 @@
-"""Images as tensors on their device: resized, cropped and normalised for the image tower.
+"""Images as tensors on their device: cropped and normalised for the image tower.
 
 A crop of a whole batch is two products of matrices, which a GPU does faster than it gathers: bicubic interpolation is
 separable. What a row of the crop takes of each row of the image is a row of one matrix, what a column takes of each
