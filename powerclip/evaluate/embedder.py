@@ -175,8 +175,8 @@ class Embedder:
 
         return self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, embed), source.names)
 
-    def check_images(self, source: ImageSource) -> None:
-        """Decode all images, so that damage shows before hours of training.
+    def check_images(self, source: ImageSource) -> tuple[str, ...]:
+        """Decode all images, so that damage shows before hours of training; the names of those that cannot be read.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
@@ -185,7 +185,7 @@ class Embedder:
         def decode(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
             return torch.tensor([pixels is not None for pixels in self._own.map(source, chunk, pool)])
 
-        self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, decode), source.names)
+        return self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, decode), source.names).corrupt
 
     def _in_chunks(self, source: ImageSource, embed: Callable[[range, ThreadPoolExecutor], Tensor]) -> Tensor:
         """Let `embed` work on this rank's chunks of numbers; which images of all ranks could be read [n]."""

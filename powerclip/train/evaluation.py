@@ -31,7 +31,11 @@ SCENE_HEADLINES = {
 
 
 def make_evaluation(
-    recipe: Recipe, encoder: DualEncoder, cache: DataCache | None = None, ranks: Ranks = SINGLE
+    recipe: Recipe,
+    encoder: DualEncoder,
+    cache: DataCache | None = None,
+    ranks: Ranks = SINGLE,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation | None:
     """The function that scores a model as `recipe.evaluation` says, or None when it asks for nothing.
 
@@ -42,6 +46,7 @@ def make_evaluation(
         encoder: a model that prepares images as the one that is measured.
         cache: keeps what was read for other runs, and decoded images for the next evaluation.
         ranks: the processes that evaluate together.
+        warn: told of images that cannot be read and are left out.
 
     Raises:
         UserError: something is missing or cannot be read.
@@ -57,7 +62,9 @@ def make_evaluation(
 
     for name, task in tasks.items():
         if not name.startswith("scenes/"):
-            embedder(encoder).check_images(task.images)
+            corrupt = embedder(encoder).check_images(task.images)
+            if corrupt:
+                warn(f"evaluation.{name}: {len(corrupt):,} unreadable images are left out: {', '.join(corrupt[:3])}")
 
     def evaluate(model: DualEncoder) -> dict[str, float]:
         scorer = embedder(model)

@@ -148,7 +148,7 @@ class Trainer:
                 warn=progress.warn,
             )
         )
-        self.evaluate = options.evaluate or make_evaluation(recipe, state.encoder, cache, ranks)
+        self.evaluate = options.evaluate or make_evaluation(recipe, state.encoder, cache, ranks, progress.warn)
         self.recipe = recipe = with_steps(recipe, self.loader)
         progress.total = recipe.train.steps
         self.guard = Guard(recipe.train.max_skipped, (state.encoder, state.objective), progress.warn)

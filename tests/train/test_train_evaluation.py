@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mini_corpus import write_shard
+from mini_corpus import png, write_shard
 from PIL import Image
 from rank_workers import run_whole
+from rich.console import Console
 from spawned_ranks import spawn_ranks
 from tiny_run import write_tiny
 
@@ -20,6 +21,7 @@ from powerclip.compare.study import read_study
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load
 from powerclip.errors import UserError
+from powerclip.evaluate import embedder
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.images import TarImages
 from powerclip.evaluate.readers import read_path
@@ -119,6 +121,16 @@ def test_damaged_images_show_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=r"1 of 1 images cannot be read .*val\.tar: a\.png"):
         train(load_recipe(write_tiny(tmp_path), [f"evaluation.retrieval={broken}"]), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_image_that_is_left_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedder, "TOLERANCE", 0.5)  # of 0.1 %
+    members = [("a.png", b"no image"), ("a.txt", "a cat"), ("b.png", png()), ("b.txt", "a dog")]
+    shard, printed = write_shard(tmp_path / "val.tar", members), io.StringIO()
+    recipe = load_recipe(write_tiny(tmp_path), [f"evaluation.retrieval={shard}", "train.steps=1"])
+    result = train(recipe, tmp_path / "run", quiet=True, console=Console(file=printed, width=200))
+    assert f"evaluation.retrieval: 1 unreadable images are left out: {shard}: a.png" in printed.getvalue()
+    assert result.results.scores["retrieval/mean_recall"] == 1.0
 
 
 def test_images_are_decoded_once_for_all_evaluations_of_a_run(folder, tmp_path, monkeypatch):
