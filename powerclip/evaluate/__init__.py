@@ -1,1 +1,1 @@
-"""Benchmarks: pure metrics on embeddings, and the evaluations that compute the embeddings and call them."""
+"""Evaluation: tasks, the embedder that scores them, metrics, and readers of benchmarks; the same for every command."""
