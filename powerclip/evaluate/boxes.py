@@ -23,13 +23,13 @@ from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.tasks import Box, PointingGame
 
 UNITS = ("pixels", "shares")
-_FAR = 1e9  # of a side of a box: what lies beyond, or is NaN, is none
+_FAR = 1e9  # largest coordinate of a box; a larger one, or NaN, is an error
 _KEYS = ("image", "caption", "phrase", "box", "boxes")
 
 
 @dataclass(frozen=True)
 class _Phrase:
-    """One question of the game."""
+    """A phrase of a caption, and the boxes of what it names."""
 
     image: Path
     caption: str
@@ -42,7 +42,7 @@ def read_boxes(path: Path) -> PointingGame:
     """The pointing game in a file.
 
     Raises:
-        UserError: a phrase is not in its caption, a box is none, or an image is not there; the message names the item.
+        UserError: a phrase is not in its caption, a box is invalid, or an image is missing; the message names the item.
     """
     units, items = _items(path)
     images = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
@@ -62,7 +62,7 @@ def read_boxes(path: Path) -> PointingGame:
 
 
 def _items(path: Path) -> tuple[str, Sequence[Any]]:
-    """The units of the boxes, and the questions."""
+    """The units of the boxes, and the items."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _phrase(item: Any, images: Path, where: str) -> _Phrase:
 
 def _span(phrase: Any, caption: str, where: str) -> Span:
     if isinstance(phrase, str) and phrase.strip():
-        # Not by str.lower, which makes some letters longer: the place would be that in another text.
+        # Not by str.lower, which makes some letters longer: the position would be one in another text.
         wanted = re.compile(re.escape(phrase.strip()), re.IGNORECASE)
         match = wanted.search(caption)
         if match is None:
@@ -132,7 +132,7 @@ def _box(box: Any, where: str) -> Box:
 
 
 def _size(path: Path) -> tuple[float, float] | None:
-    """Width and height from the image's head; None where it cannot be read, which is counted when it is embedded."""
+    """Width and height from the image's header; None for an unreadable image, which is counted when it is embedded."""
     from PIL import Image
 
     try:

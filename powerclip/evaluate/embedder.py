@@ -44,7 +44,7 @@ MOST_PIXELS = 4 << 30  # bytes of prepared images that are kept for the next eva
 
 
 class OnProgress(Protocol):
-    """Told how far this rank is."""
+    """Called with the progress of this rank."""
 
     def __call__(self, done: int, *, total: int) -> None:
         """`done` of `total` images are embedded."""
@@ -72,7 +72,7 @@ class PixelStore:
         self._lock = threading.Lock()
 
     def get(self, preparation: str, content: bytes, prepare: Callable[[], Tensor]) -> Tensor:
-        """The image with this content [3, H, W], prepared now if it is not there."""
+        """The image with this content [3, H, W], prepared now if it is not stored."""
         key = (preparation, hashlib.blake2b(content, digest_size=16).digest())
         pixels = self._kept.get(key)
         if pixels is None:
@@ -89,10 +89,10 @@ class Embedder:
 
     Args:
         encoder: the model, on the device that shall compute; it may be one that is being trained.
-        tokenizer: of the model.
+        tokenizer: the model's.
         cache: a folder for embeddings; None computes them each time.
-        threads: that read and decode images; as many as there are cores by default, shared by the ranks on them.
-        ranks: the processes that embed together. All must ask for the same in the same order.
+        threads: how many threads read and decode images; by default the cores, divided by the ranks that share them.
+        ranks: the processes that embed together. All must make the same calls in the same order.
         pixels: prepared images that this embedder shares with others.
     """
 
@@ -108,7 +108,7 @@ class Embedder:
     ) -> None:
         from powerclip.encoders.self_attention import use_packed_attention
 
-        # A model that is being trained runs so: what it scores must not change in the last digits when it is loaded.
+        # Training uses it too: the scores of a model must not change in the last digits when it is loaded.
         use_packed_attention(encoder)
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -116,8 +116,8 @@ class Embedder:
         self.ranks = ranks
         self.threads = threads or _threads(ranks)
         self.on_progress: OnProgress = lambda done, *, total: None
-        self._own = _Preparation(encoder, pixels)
-        self._squashed = _Preparation(encoder, pixels, resize_mode="squash")
+        self._prepare = _Preparation(encoder, pixels)
+        self._prepare_squashed = _Preparation(encoder, pixels, resize_mode="squash")
         self._last: tuple[ImageSource, Embedded] | None = None
 
     @property
@@ -139,7 +139,7 @@ class Embedder:
     # ---- images ------------------------------------------------------------------------------------------------------
 
     def images(self, source: ImageSource) -> Embedded:
-        """Global embeddings of all images. Those of the last source are kept: tasks that follow may ask for the same.
+        """Global embeddings of all images. Those of the last source are kept: the next task may need the same.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
@@ -158,8 +158,8 @@ class Embedder:
     def patches(self, source: ImageSource, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
         """Hand the patches [batch, N, D] of all images to `use`, batch by batch, with the images' numbers.
 
-        Whole images, squashed to the tower's size: a box keeps its place, in shares, whereas a model that crops would
-        not see every box. Under torchrun, `use` sees this rank's images only. The result has no vectors, and tells
+        Whole images, squashed to the tower's size: a box keeps its relative position, whereas a model that crops would
+        not see every box. Under torchrun, `use` sees this rank's images only. The result has no vectors; it says
         which images could be read.
 
         Raises:
@@ -168,7 +168,7 @@ class Embedder:
 
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
             readable = torch.zeros(len(chunk), dtype=torch.bool)
-            for rows, batch in _batches(self._squashed.map(source, chunk, pool)):
+            for rows, batch in _batches(self._prepare_squashed.map(source, chunk, pool)):
                 use([chunk[row] for row in rows], self.encoder.encode_patches(batch.to(self.device))[1])
                 readable[rows] = True
             return readable
@@ -183,7 +183,7 @@ class Embedder:
         """
 
         def decode(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
-            return torch.tensor([pixels is not None for pixels in self._own.map(source, chunk, pool)])
+            return torch.tensor([pixels is not None for pixels in self._prepare.map(source, chunk, pool)])
 
         return self._checked(torch.zeros(len(source.names), 0), self._in_chunks(source, decode), source.names).corrupt
 
@@ -203,7 +203,7 @@ class Embedder:
         return self.ranks.sum(readable).bool()
 
     def _is_mine(self, number: int) -> bool:
-        """Whether a piece of work falls to this rank. What it leaves zero, others fill: a sum is the whole."""
+        """Whether this rank embeds the chunk or batch of this number. A sum over ranks then joins the results."""
         return number % self.ranks.count == self.ranks.rank
 
     def _embed_chunk(self, source: ImageSource, chunk: range, pool: ThreadPoolExecutor) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class Embedder:
         cached = self._load(key)
         if cached is None:
             # The pool decodes ahead while the encoder works.
-            prepared = pool.map(lambda content: self._own(source, content), contents)
+            prepared = pool.map(lambda content: self._prepare(source, content), contents)
             vectors = torch.zeros(len(chunk), self.encoder.embed_dim)
             readable = torch.zeros(len(chunk), dtype=torch.bool)
             for rows, batch in _batches(prepared):
@@ -242,7 +242,7 @@ class Embedder:
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Global embeddings [texts, D] on the CPU."""
-        # A lone surrogate, which JSON can hold, has bytes as well.
+        # JSON can hold a lone surrogate, which UTF-8 cannot encode.
         key = self._key([text.encode(errors="surrogatepass") for text in texts], "texts")
         cached = self.ranks.broadcast(lambda: self._load(key)) if self.cache is not None else None
         if cached is None:
@@ -266,8 +266,8 @@ class Embedder:
         ]
         return self._in_batches([caption for caption, _ in nodes], self._encode_nodes, [tree for _, tree in nodes])
 
-    def _in_batches(self, texts: Sequence[str], encode: Callable[..., Tensor], *beside: Sequence[Any]) -> Tensor:
-        """What `encode` gives for texts, and what belongs to each of them, in batches that the ranks share."""
+    def _in_batches(self, texts: Sequence[str], encode: Callable[..., Tensor], *extra: Sequence[Any]) -> Tensor:
+        """`encode` of texts, and of what `extra` holds for each of them, in batches that the ranks share."""
         # Sorted by length, so that short texts are not padded to the longest of all.
         lengths = [len(self.tokenizer.encode(text).ids) for text in texts]
         order = sorted(range(len(texts)), key=lengths.__getitem__)
@@ -276,7 +276,7 @@ class Embedder:
             for number, start in enumerate(range(0, len(order), BATCH)):
                 if self._is_mine(number):
                     rows = order[start : start + BATCH]
-                    parts = ([part[row] for row in rows] for part in (texts, *beside))
+                    parts = ([part[row] for row in rows] for part in (texts, *extra))
                     vectors[torch.tensor(rows)] = encode(*parts).float().cpu()
         return self.ranks.sum(vectors)
 
@@ -314,7 +314,7 @@ class Embedder:
         try:
             return load(path.read_bytes())
         except SafetensorError:
-            return None  # torn by a crash of the machine: made anew
+            return None  # truncated by a crash of the machine: computed again
 
     def _store(self, key: str, tensors: dict[str, Tensor]) -> None:
         if self.cache is not None:
@@ -345,7 +345,7 @@ class _Preparation:
             if self._pixels is None:
                 return self._transform(source.decode(content))
             return self._pixels.get(self._name, content, lambda: self._transform(source.decode(content)))
-        # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
+        # What Pillow raises for damaged files: cut short, broken chunks, absurd sizes.
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return None
 
@@ -392,5 +392,5 @@ def _read(source: ImageSource, number: int) -> bytes:
 
 def _threads(ranks: Ranks) -> int:
     """Threads that may read images: the cores, shared by the ranks on this machine."""
-    beside = 1 if ranks.is_single else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, (os.cpu_count() or 1) // beside)
+    local_ranks = 1 if ranks.is_single else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (os.cpu_count() or 1) // local_ranks)

@@ -29,14 +29,14 @@ def ground(
     output: str | Path,
     brackets: str | Sequence[str] | None = None,
 ) -> Path:
-    """Write the heatmaps of captions over the image at `image_path`, by one or several models, and return where.
+    """Write the heatmaps of captions over the image at `image_path`, by one or several models, and return its path.
 
     Several models stand below each other for each caption. Several captions, such as a caption and its edits, follow
     each other: change a word and see which response moves.
 
     Args:
         image_path: any image that Pillow reads.
-        caption: what to look for, or several of it.
+        caption: what to look for in the image, or several captions.
         model: a saved model or an open_clip name, as `powerclip.load` takes it, or several.
         output: the PNG; its folder is made if it is missing.
         brackets: the tree of each caption, Penn style. Without it, each word is a phrase of its own.
@@ -45,7 +45,7 @@ def ground(
         UserError: no such image or model, a tree that does not match, a caption without a word, an output that
             cannot be written.
     """
-    # What costs nothing to check is checked before the model is loaded.
+    # Cheap checks come first, before the model is loaded.
     target = _check_output(Path(output))
     captions = [caption] if isinstance(caption, str) else list(caption)
     models = [model] if isinstance(model, str | Path) else list(model)
@@ -58,7 +58,7 @@ def ground(
 
     by_model = [_rows(one, name, image, captions, trees) for one, name in zip(models, _names(models), strict=True)]
     # Caption by caption, the models of each below each other.
-    rows = [row for number in range(len(captions)) for row in _below(rows[number] for rows in by_model)]
+    rows = [row for number in range(len(captions)) for row in _hide_repeated_titles(rows[number] for rows in by_model)]
     figure = heatmap_figure(rows)
     try:
         save_png(figure, target)
@@ -100,7 +100,7 @@ def _rows(
     return rows
 
 
-def _below(rows: Iterable[Row]) -> list[Row]:
+def _hide_repeated_titles(rows: Iterable[Row]) -> list[Row]:
     """Rows of one caption: titles are not repeated where the phrases are the same and fit in one line."""
     from powerclip.report.heatmaps import COLUMNS
 
@@ -123,7 +123,7 @@ def _names(models: Sequence[str | Path]) -> list[str]:
 
 
 def word_tree(caption: str) -> Tree:
-    """A tree for a caption whose structure is unknown: the whole, and each word as a phrase of its own."""
+    """A tree for a caption whose structure is unknown: the caption, and each word as a phrase."""
     return tree_from_spans([Span(*match.span(), "X") for match in re.finditer(r"\S+", caption)], caption)
 
 
@@ -136,9 +136,9 @@ def caption_heatmaps(embedder: Embedder, pixels: Tensor, caption: str, tree: Tre
     from powerclip.evaluate.embedder import evaluating
     from powerclip.evaluate.metrics import patch_similarity
 
-    _, *below = tree.nodes
-    read = max(end for _, end in embedder.tokenizer.encode(caption).spans[:-1])
-    nodes = tuple(node for node in below if node.start < read)
+    _, *inner = tree.nodes
+    read_until = max(end for _, end in embedder.tokenizer.encode(caption).spans[:-1])
+    nodes = tuple(node for node in inner if node.start < read_until)
     with evaluating(embedder.encoder):
         patches = embedder.encoder.encode_patches(pixels[None].to(embedder.device))[1].cpu()
     queries = torch.cat([embedder.texts([caption]), embedder.phrases([caption], [Tree(tree.leaves, nodes)])])
@@ -158,7 +158,7 @@ def _open(path: Path) -> Image.Image:
             return file.convert("RGB")
     except UnidentifiedImageError:
         raise UserError(f"{path} is not an image that can be read (JPEG, PNG, WebP, …)") from None
-    # Pillow meets damaged files with these: cut short, broken chunks, absurd sizes.
+    # What Pillow raises for damaged files: cut short, broken chunks, absurd sizes.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from None
 
@@ -179,6 +179,6 @@ def _as_seen(encoder: DualEncoder, pixels: Tensor) -> Tensor:
 
     Heatmaps lie over what the model saw, not over the file.
     """
-    wants = encoder.clip.visual.preprocess_cfg
-    mean, std = (torch.tensor(wants[name]).view(3, 1, 1) for name in ("mean", "std"))
+    settings = encoder.clip.visual.preprocess_cfg
+    mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("mean", "std"))
     return ((pixels.cpu() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)

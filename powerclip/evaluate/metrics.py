@@ -33,10 +33,10 @@ GROUPS = {
 
 
 def recall(images: Tensor, captions: Tensor, image_of_caption: Tensor | None = None) -> Metrics:
-    """Recall at 1, 5 and 10, both ways, and the mean of the six.
+    """Recall at 1, 5 and 10 in both directions, and the mean of the six.
 
-    *Text retrieval* asks with an image and hits when any of its captions is among the k best; *image retrieval* asks
-    with a caption and hits when its image is among them.
+    *Text retrieval* queries with an image and hits when any of its captions is among the k best; *image retrieval*
+    queries with a caption and hits when its image is among them.
 
     Args:
         images: normalised embeddings [n, D].
@@ -50,8 +50,8 @@ def recall(images: Tensor, captions: Tensor, image_of_caption: Tensor | None = N
         "text": text_ranks(images, captions, image_of_caption),
     }
     recalls = {
-        f"{side}_retrieval_recall@{k}": (before < k).double().mean().item()
-        for side, before in ranks.items()
+        f"{side}_retrieval_recall@{k}": (rank < k).double().mean().item()
+        for side, rank in ranks.items()
         for k in CUTOFFS
     }
     return {**recalls, "mean_recall": sum(recalls.values()) / len(recalls)}
@@ -173,12 +173,12 @@ def hard_negatives(preferred: Tensor, kinds: Sequence[str]) -> dict[str, Metrics
     A kind has clip-benchmark's three names; of one image, the image accuracy is 1 by definition.
     """
     by_kind = accuracy_by_kind(preferred, kinds)
-    whole = preferred.double().mean().item()
+    accuracy = preferred.double().mean().item()
     parts: dict[str, Metrics] = {
         "": {
-            "acc": whole,
+            "acc": accuracy,
             "mean_kind_acc": sum(by_kind.values()) / len(by_kind),
-            "acc_standard_error": math.sqrt(whole * (1 - whole) / len(preferred)),
+            "acc_standard_error": math.sqrt(accuracy * (1 - accuracy) / len(preferred)),
         }
     }
     return parts | {kind: {"image_acc": 1.0, "text_acc": value, "acc": value} for kind, value in by_kind.items()}

@@ -189,7 +189,7 @@ def agreement(approximate: Tensor, exact: Tensor) -> Agreement:
 
 
 def random_vectors(study: NlaStudy, batch: int, width: int = WIDTH) -> Vectors:
-    """Random directions for regions and words, under the trees of embedded scenes."""
+    """Random vectors for regions and words, with the trees of embedded scenes."""
     phrases, tokens = _phrases(_scenes(study, batch), CaptionTokenizer())
     generator = torch.Generator().manual_seed(study.seed * 1000 + batch)
     words = torch.randn(study.pairs, tokens.shape[1], width, generator=generator)
@@ -266,8 +266,8 @@ def _corpus_loader(
         report(f"{_shard_names(shards)}: {corpus.summary()}{note}")
     needed = study.batches * study.pairs
     if len(corpus.keys) < needed:
-        most = len(corpus.keys) // study.pairs
-        advice = f"ask for --batches {most}" if most else "name more shards"
+        possible = len(corpus.keys) // study.pairs
+        advice = f"ask for --batches {possible}" if possible else "name more shards"
         raise UserError(
             f"--shards: {_shard_names(shards)} has {len(corpus.keys)} images that can be used, "
             f"but {study.batches} batches of {study.pairs} need {needed}: {advice}"

@@ -32,7 +32,7 @@ def nla_figure(grids: Sequence[AgreementGrid]) -> Figure:
         _over_alpha(lines[1], grid, "loss: Pearson r", lambda point: point.loss.r)
         _over_alpha(lines[2], grid, "loss: bias / standard deviation", lambda point: point.loss.bias)
         lines[2].legend(frameon=False, fontsize=8)
-    # One scale of r for all sources: they are there to be compared.
+    # One scale of r for all sources, so that they can be compared.
     for column in (1, 2):
         shared = [part.axes[column] for part in parts]
         lowest = min(axes.get_ylim()[0] for axes in shared)
@@ -73,6 +73,6 @@ def _values(values: Iterable[float]) -> list[float]:
     return list(dict.fromkeys(values))
 
 
-def _short(source: str, most: int = 90) -> str:
+def _short(source: str, limit: int = 90) -> str:
     """The end of a long path, which is what tells models apart."""
-    return source if len(source) <= most else f"…{source[-most:]}"
+    return source if len(source) <= limit else f"…{source[-limit:]}"

@@ -49,7 +49,7 @@ class Method:
     published: bool = False
 
     def value(self, metric: Metric) -> float | None:
-        """A value, or the mean of others if all of them are there."""
+        """The value of a column, or the mean of other columns if all of them were measured."""
         if not metric.over:
             return self.values.get(metric.key)
         return _mean([self.values.get(key) for key in metric.over])
@@ -74,10 +74,10 @@ class PaperTable:
         for metric in self.metrics:
             values = [method.value(metric) for method in self.methods]
             shown = [None if value is None else float(fixed(value)) for value in values]
-            known = [value for value in shown if value is not None]
-            if metric.over or len(known) < 2:
+            measured = [value for value in shown if value is not None]
+            if metric.over or len(measured) < 2:
                 continue
-            wins = [count + (value == max(known)) for count, value in zip(wins, shown, strict=True)]
+            wins = [count + (value == max(measured)) for count, value in zip(wins, shown, strict=True)]
         return wins
 
     def table(self) -> Table:
@@ -103,16 +103,16 @@ def render(tables: Sequence[PaperTable], form: str) -> str:
     """
     if form not in FORMATS:
         raise UserError(f"there is no format {form!r} for tables; known: {', '.join(FORMATS)}")
-    made = [table.table() for table in tables]
+    plain = [table.table() for table in tables]
     wins, note = wins_line(tables), _note(tables)
     if form == "md":
-        return "\n\n".join([*(table.markdown() for table in made), wins, note]) + "\n"
+        return "\n\n".join([*(table.markdown() for table in plain), wins, note]) + "\n"
     if form == "tex":
         # LaTeX numbers its tables itself.
         captions = [re.sub(r"^(Table \d+)\. (.*)", r"\2. The paper's \1", table.title) + "." for table in tables]
-        parts = [table.latex(caption) for table, caption in zip(made, captions, strict=True)]
+        parts = [table.latex(caption) for table, caption in zip(plain, captions, strict=True)]
         return "\n\n".join(["% needs \\usepackage{booktabs,graphicx}", *parts, f"% {note}"]) + "\n"
-    body = "\n".join([*(table.html() for table in made), f"<p>{escape(wins)}</p>", f"<p>{escape(note)}</p>"])
+    body = "\n".join([*(table.html() for table in plain), f"<p>{escape(wins)}</p>", f"<p>{escape(note)}</p>"])
     return html_page("Results beside the paper's", body, wide=True)
 
 
@@ -130,7 +130,7 @@ def wins_line(tables: Sequence[PaperTable]) -> str:
 
 
 def _note(tables: Sequence[PaperTable]) -> str:
-    """What the marks mean, of those that are there."""
+    """What the marks in these tables mean."""
     note = "Percent. Best bold, second of three or more underlined, by the values as shown."
     published_rows = any(method.published for table in tables for method in table.methods)
     return note + (" † as published in the paper, not measured here." if published_rows else "")
@@ -161,9 +161,7 @@ def layouts() -> dict[str, tuple[str, tuple[Metric, ...]]]:
                     for key, name, side, k in recalls
                 ),
                 *(
-                    Metric(
-                        f"avg@{k}", f"Avg R@{k}", tuple(key for key, *_, own in recalls if own == k), "Avg", f"R@{k}"
-                    )
+                    Metric(f"avg@{k}", f"Avg R@{k}", tuple(key for key, *_, at in recalls if at == k), "Avg", f"R@{k}")
                     for k in (1, 5, 10)
                 ),
             ),
@@ -217,11 +215,11 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
         if ours or not records:
             # Table 4 has the wins of Table 12 already.
             tables.append(PaperTable(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
-    own = [Method(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
-    if own:
-        known = {column.key: column for record in records for column in _own(record)}
-        columns = tuple(known[key] for key in dict.fromkeys(key for row in own for key in row.values))
-        tables.append(PaperTable("own", "Other data", columns, tuple(own), False))
+    others = [Method(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
+    if others:
+        by_key = {column.key: column for record in records for column in _other_columns(record)}
+        columns = tuple(by_key[key] for key in dict.fromkeys(key for row in others for key in row.values))
+        tables.append(PaperTable("own", "Other data", columns, tuple(others), False))
     if not tables:
         raise UserError("none of the results has a metric that the tables show")
     return tables
@@ -231,12 +229,12 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
     """Model → table → column → percent. What is in none of the paper's tables is in table `own`.
 
     Raises:
-        UserError: two results of a model on a dataset differ: one of them would not be seen.
+        UserError: two results of a model on a dataset differ: the table would show only one of them.
     """
     plain = {benchmark.key: benchmark.suite for benchmark in BENCHMARKS}
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_model: dict[str, dict[str, dict[str, float]]] = {}
     for record, name in zip(records, _names(records), strict=True):
-        tables = found.setdefault(name, {})
+        tables = by_model.setdefault(name, {})
         dataset, task, metrics = _dataset(str(record["dataset"])), record["task"], record["metrics"]
         head, _, part = dataset.rpartition("/")
         if dataset == "sugar_crepe" and _complete(record):
@@ -246,37 +244,37 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
         elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:
             values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in _recalls(metrics).items()})
         elif dataset == "winoground":
-            own = {"text": "text_acc", "image": "image_acc", "group": "acc"}
-            values = ("winoground", {key: metrics.get(metric) for key, metric in own.items()})
+            columns = {"text": "text_acc", "image": "image_acc", "group": "acc"}
+            values = ("winoground", {key: metrics.get(metric) for key, metric in columns.items()})
         elif head == "sugar_crepe" and part in KINDS and _complete(record):
             values = ("sugarcrepe_kinds", {part: metrics.get("acc")})
         elif task == "zeroshot_classification" and plain.get(dataset) in ("classification", "robustness"):
             values = (plain[dataset], {dataset: metrics.get("acc1", metrics.get("mean_average_precision"))})
         else:
-            values = ("own", {column.key: value for column, value in _own(record).items()})
+            values = ("own", {column.key: value for column, value in _other_columns(record).items()})
         key, shares = values
-        known = {label: 100 * value for label, value in shares.items() if _is_number(value)}
-        if known:
+        percents = {label: 100 * value for label, value in shares.items() if _is_number(value)}
+        if percents:
             row = tables.setdefault(key, {})
-            changed = [label for label, value in known.items() if fixed(row.get(label, value)) != fixed(value)]
+            changed = [label for label, value in percents.items() if fixed(row.get(label, value)) != fixed(value)]
             if changed:
                 raise UserError(
                     f"two results of {name} on {record['dataset']} differ, {fixed(row[changed[0]])} and "
-                    f"{fixed(known[changed[0]])}: leave one of them out"
+                    f"{fixed(percents[changed[0]])}: leave one of them out"
                 )
-            row.update(known)
-    for tables in found.values():
+            row.update(percents)
+    for tables in by_model.values():
         kinds = tables.get("sugarcrepe_kinds", {})
         # A group is the mean over its kinds: with one of them missing it would be another number.
-        means = {group: _mean([kinds.get(kind) for kind in own]) for group, own in GROUPS.items()}
+        means = {group: _mean([kinds.get(kind) for kind in members]) for group, members in GROUPS.items()}
         groups = {group: mean for group, mean in means.items() if mean is not None}
         if groups:
             tables["sugarcrepe"] = groups
-    return found
+    return by_model
 
 
 def _is_number(value: object) -> bool:
-    """Whether it can be shown; what another tool left out, or computed as NaN, was not measured."""
+    """Whether a value was measured: another tool may have left it out, or computed NaN."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -285,11 +283,11 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])) for one in records]
     weights = [str(one.get("powerclip", {}).get("weights", "")) for one in records]
     different: dict[str, set[str]] = {}
-    for name, own in zip(names, weights, strict=True):
-        different.setdefault(name, set()).add(own)
+    for name, digest in zip(names, weights, strict=True):
+        different.setdefault(name, set()).add(digest)
     return [
-        f"{name} ({own[:6]})" if own and len(different[name]) > 1 else name
-        for name, own in zip(names, weights, strict=True)
+        f"{name} ({digest[:6]})" if digest and len(different[name]) > 1 else name
+        for name, digest in zip(names, weights, strict=True)
     ]
 
 
@@ -299,8 +297,8 @@ def _recalls(metrics: Mapping[str, float | None]) -> dict[tuple[str, int], float
     return {key: metrics[name] for key, name in names.items() if name in metrics}
 
 
-def _own(record: Mapping[str, Any]) -> dict[Metric, float | None]:
-    """The metrics of a result that tell most, in columns of their own."""
+def _other_columns(record: Mapping[str, Any]) -> dict[Metric, float | None]:
+    """The main metrics of a result that none of the paper's tables has, as columns."""
     dataset, metrics = _dataset(str(record["dataset"])), record["metrics"]
 
     def column(group: str, part: str, between: str = " ") -> Metric:
@@ -310,12 +308,12 @@ def _own(record: Mapping[str, Any]) -> dict[Metric, float | None]:
     if recalls := _recalls(metrics):
         return {column(f"{dataset} {side}", f"R@{k}"): value for (side, k), value in recalls.items()}
     head, _, part = dataset.rpartition("/")
-    alone = column(head, part, "/") if head else Metric(dataset, dataset)
+    single = column(head, part, "/") if head else Metric(dataset, dataset)
     shown = {
-        "acc1": alone,
+        "acc1": single,
         "lp_acc1": column(dataset, "probe"),
         "mean_average_precision": column(dataset, "mAP"),
-        "acc": alone,
+        "acc": single,
         "pointing_words": column(dataset, "in caption"),
         "pointing_text": column(dataset, "alone"),
     }
@@ -323,7 +321,7 @@ def _own(record: Mapping[str, Any]) -> dict[Metric, float | None]:
 
 
 def _complete(record: Mapping[str, Any]) -> bool:
-    """Whether no comparison was left out for want of its image: a part of a benchmark is not the benchmark."""
+    """Whether the images of all comparisons were found: a score on some of them is not comparable."""
     return not record.get("powerclip", {}).get("counts", {}).get("missing")
 
 
@@ -336,7 +334,7 @@ def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The results in files and folders.
 
     Raises:
-        UserError: nothing is there, or a file holds no results.
+        UserError: a path does not exist, or a file holds no results.
     """
     records = []
     for path in paths:
@@ -361,5 +359,5 @@ def _dataset(name: str) -> str:
 
 
 def _mean(parts: Sequence[float | None]) -> float | None:
-    known = [part for part in parts if part is not None]
-    return sum(known) / len(known) if known and len(known) == len(parts) else None
+    measured = [part for part in parts if part is not None]
+    return sum(measured) / len(measured) if measured and len(measured) == len(parts) else None

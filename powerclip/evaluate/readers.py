@@ -1,6 +1,6 @@
 """A user's own data as a benchmark: class folders, a CSV of captions, a JSON of hard negatives, webdataset tars.
 
-What a path holds is seen by looking at it:
+The kind of data is recognised from the files:
 
     folder/CLASS/*.jpg                classification; `classnames.txt` and `templates.txt` may lie beside the classes
     data.csv                          retrieval: an image in the first column, its captions in the others
@@ -37,7 +37,7 @@ def read_path(path: Path, split: str = "test") -> Task:
     """The benchmark at `path`; `split` is the folder of tars that is read where there are several.
 
     Raises:
-        UserError: nothing is there, or nothing of a kind that is known.
+        UserError: the path does not exist, or holds nothing of a known kind.
     """
     if path.is_file():
         suffix = path.suffix.lower()
@@ -75,9 +75,9 @@ def read_class_folders(folder: Path) -> Classification:
         )
     images, labels = FileImages([image for _, image in labelled]), torch.tensor([label for label, _ in labelled])
     names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
-    known = [number for number in numbers if number]
-    if not names and len(known) == len(folders):
-        names = imagenet.names_of(known, str(folder))
+    wordnet = [number for number in numbers if number]
+    if not names and len(wordnet) == len(folders):
+        names = imagenet.names_of(wordnet, str(folder))
         return Classification(images, labels, names, _templates(folder, imagenet.templates()))
     names = names or [sub.name.replace("_", " ") for sub in folders]
     if len(names) != len(folders):
@@ -88,12 +88,12 @@ def read_class_folders(folder: Path) -> Classification:
 
 
 def read_csv(path: Path) -> CaptionRetrieval:
-    """Retrieval from a table: the first column names an image, the others hold captions; images may come again.
+    """Retrieval from a table: the first column names an image, the others hold captions; images may recur.
 
     A tab separates columns in a .tsv file, a comma in others. The first line holds the columns' names.
 
     Raises:
-        UserError: it has no captions, or one of its images is not there.
+        UserError: it has no captions, or one of its images is missing.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -120,7 +120,7 @@ def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
     """Hard negatives in SugarCrepe's format; an item may say its `kind`, the file's name is the kind otherwise.
 
     Raises:
-        UserError: it is not in that format, or none of its images is there.
+        UserError: it is not in that format, or all of its images are missing.
     """
     images = images or (path.parent / "images" if (path.parent / "images").is_dir() else path.parent)
     return _negatives(_read_items(path, path.stem, images), images)
@@ -129,10 +129,10 @@ def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
 def read_sugarcrepe(folder: Path) -> HardNegatives:
     """SugarCrepe (Hsieh et al., NeurIPS 2023): `replace_obj.json`, `swap_att.json`, … as they are published.
 
-    The images (COCO val2017) lie in `val2017/` or `images/`. Items whose image is not there are counted and left out.
+    The images (COCO val2017) lie in `val2017/` or `images/`. Items whose image is missing are counted and left out.
 
     Raises:
-        UserError: the folder holds none of these files, one is damaged, or no image is there.
+        UserError: the folder holds none of these files, one is damaged, or all images are missing.
     """
     files = [(kind, folder / f"{kind}.json") for kind in KINDS if (folder / f"{kind}.json").is_file()]
     if not files:
@@ -145,7 +145,7 @@ def read_winoground(folder: Path) -> CaptionPairs:
     """Winoground as it is published: `examples.jsonl`, images in `images/`.
 
     Raises:
-        UserError: a line cannot be read, or an image is not there.
+        UserError: a line cannot be read, or an image is missing.
     """
     path = folder / "examples.jsonl"
     captions: list[str] = []
@@ -166,7 +166,7 @@ def read_winoground(folder: Path) -> CaptionPairs:
 
 @dataclass
 class _Sample:
-    """What the members of one sample in a tar say."""
+    """The content of one sample in a tar."""
 
     image: TarMember | None = None
     label: Any = None
@@ -256,7 +256,7 @@ def _read_samples(tars: Sequence[Path]) -> list[_Sample]:
                         sample.image = TarMember(tar, *member)
                     elif suffix in ("cls", "npy", "txt", "json"):
                         file.seek(member.offset)
-                        _note(sample, suffix, file.read(member.size))
+                        _read_member(sample, suffix, file.read(member.size))
         except (TarDamage, EOFError, OSError, ValueError, RecursionError) as error:
             raise UserError(f"{tar} cannot be read: {error}; copy it again or leave it out") from None
     with_image = [sample for sample in samples.values() if sample.image]
@@ -265,7 +265,7 @@ def _read_samples(tars: Sequence[Path]) -> list[_Sample]:
     return with_image
 
 
-def _note(sample: _Sample, suffix: str, content: bytes) -> None:
+def _read_member(sample: _Sample, suffix: str, content: bytes) -> None:
     if suffix == "cls":
         sample.label = int(content)
     elif suffix == "npy":
@@ -314,17 +314,17 @@ def _read_items(path: Path, kind: str, images: Path) -> list[_Item]:
 
 def _negatives(items: Sequence[_Item], images: Path) -> HardNegatives:
     exists = {image: image.is_file() for image in {item.image for item in items}}
-    kept = [item for item in items if exists[item.image]]
-    if not kept:
+    usable = [item for item in items if exists[item.image]]
+    if not usable:
         raise UserError(f"{images} holds none of the images that the comparisons name")
-    index = {image: number for number, image in enumerate(dict.fromkeys(item.image for item in kept))}
+    index = {image: number for number, image in enumerate(dict.fromkeys(item.image for item in usable))}
     return HardNegatives(
         FileImages(list(index)),
-        torch.tensor([index[item.image] for item in kept]),
-        [item.caption for item in kept],
-        [item.negative for item in kept],
-        [item.kind for item in kept],
-        len(items) - len(kept),
+        torch.tensor([index[item.image] for item in usable]),
+        [item.caption for item in usable],
+        [item.negative for item in usable],
+        [item.kind for item in usable],
+        len(items) - len(usable),
     )
 
 
@@ -334,9 +334,9 @@ def _images_below(folder: Path) -> list[Path]:
     )
 
 
-def _templates(folder: Path, otherwise: Sequence[str] = DEFAULT_TEMPLATES) -> Sequence[str]:
+def _templates(folder: Path, default: Sequence[str] = DEFAULT_TEMPLATES) -> Sequence[str]:
     names = ("zeroshot_classification_templates.txt", "templates.txt")
-    return next((lines for name in names if (lines := _lines(folder / name))), otherwise)
+    return next((lines for name in names if (lines := _lines(folder / name))), default)
 
 
 def _lines(path: Path) -> list[str]:

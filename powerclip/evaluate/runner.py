@@ -1,10 +1,10 @@
-"""`powerclip evaluate`: benchmarks for one model; what is missing is listed, what is finished is kept.
+"""`powerclip evaluate`: benchmarks for one model; missing datasets are listed, finished results are kept.
 
     torchrun --nproc-per-node 8 -m powerclip evaluate --model M --suite paper --data ROOT
 
 Each result is one JSON file in clip-benchmark's schema, with what it was measured on beside the metrics. Under torchrun
 each rank embeds its share, and all go through the same datasets in the same order and compute the same metrics, so that
-they meet an error at the same place; the main one prints and writes.
+an error is raised on all of them; the main one prints and writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a run of several datasets came to: dataset → result files, or why there are none."""
+    """The outcome for several datasets: dataset → results, or why there are none."""
 
     results: dict[str, list[dict[str, Any]]]
     missing: dict[str, str]
@@ -72,10 +72,10 @@ def evaluate_model(
     One argument for each option of the command. Embeddings are kept in `output/embeddings`.
 
     Raises:
-        UserError: nothing is named, or one of the names is not known.
+        UserError: there is nothing to evaluate on, or a name is not known.
     """
     with join_ranks(device) as ranks:
-        # What costs nothing to check is checked before the model is loaded.
+        # Cheap checks come first, before the model is loaded.
         jobs = ranks.raise_on_all(lambda: _jobs(paths, pointing, suite, data, datasets))
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
@@ -168,13 +168,13 @@ def evaluate(
     for number, job in enumerate(jobs, 1):
         head = f"[{number:{len(str(len(jobs)))}d}/{len(jobs)}] {job.name}: "
         path = output / f"{job.file}.json"
-        kept = None
+        previous = None
         if job.fixed and not again:
-            kept = ranks.broadcast(partial(_finished, path, embedder.digest.hex(), job.where))
+            previous = ranks.broadcast(partial(_finished, path, embedder.digest.hex(), job.where))
         try:
             with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
                 embedder.on_progress = progress.update
-                records = kept or _measure(job, embedder, model, pretrained)
+                records = previous or _measure(job, embedder, model, pretrained)
         except MissingError as error:
             done.missing[job.file] = str(error)
             line = f"missing; {error}"
@@ -182,11 +182,11 @@ def evaluate(
             done.failed[job.file] = str(error)
             line = f"failed; {error}"
         else:
-            if kept is None and ranks.is_main:
+            if previous is None and ranks.is_main:
                 content = records[0] if len(records) == 1 else records
                 write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
             done.results[job.file] = records
-            line = describe(records) + (" (finished before)" if kept else "")
+            line = describe(records) + (" (finished before)" if previous else "")
         if not quiet:
             print_line(console, head + line)
     ranks.raise_on_all(partial(_check_results, done))
@@ -197,8 +197,8 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     """The metrics of a result in one line, in percent; of a part, such as SugarCrepe's kinds, its accuracy."""
     shown: dict[str, float | None] = {}
     for record in records:
-        whole = len(records) == 1 or "mean_kind_acc" in record["metrics"]
-        shown |= record["metrics"] if whole else {record["dataset"].rpartition("/")[2]: record["metrics"]["acc"]}
+        is_total = len(records) == 1 or "mean_kind_acc" in record["metrics"]
+        shown |= record["metrics"] if is_total else {record["dataset"].rpartition("/")[2]: record["metrics"]["acc"]}
     error = shown.pop("acc_standard_error", None)
     parts = [
         f"{_short(name)} {100 * value:.1f}" + (f" ± {100 * error:.1f}" if name == "acc" and error is not None else "")
@@ -262,7 +262,7 @@ def _jobs(
 
 
 def _name(model: str) -> str:
-    """What results call a model: a folder by its last two names, less the `model` that runs call theirs."""
+    """What results call a model: a folder by its last two names, without a last `model`, which every run has."""
     path = Path(model).expanduser()
     if not path.is_dir():
         return model

@@ -24,7 +24,7 @@ _BLOCK = 250  # scenes drawn at once
 
 @dataclass(frozen=True)
 class SceneImages:
-    """Scenes that were drawn."""
+    """Rendered scenes."""
 
     scenes: Sequence[data.Scene]
     pixels: Tensor  # [scenes, 3, H, W] uint8
@@ -62,7 +62,7 @@ def scene_images(encoder: DualEncoder, scenes: Sequence[data.Scene]) -> Tensor:
 def scene_tasks(count: int, size: int, seed: int = 0) -> dict[str, Task]:
     """The tasks on `count` scenes of the test split, drawn at `size` pixels, the size that the model reads.
 
-    Composition and pointing ask about the first half of them; zero-shot has half as many scenes of its own split.
+    Composition and pointing use the first half of them; zero-shot has half as many scenes from a split of its own.
     """
     scenes = data.test_scenes(count, seed)
     half = scenes[: (count + 1) // 2]

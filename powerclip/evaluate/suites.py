@@ -1,4 +1,4 @@
-"""The paper's benchmarks by name: which there are, where each is had, and how its folder becomes a task.
+"""The paper's benchmarks by name: which there are, where to get each, and how its folder becomes a task.
 
 Definitions, class names and templates are clip-benchmark's, from its webdataset layout or from the original folders.
 """
@@ -30,7 +30,7 @@ class Benchmark:
     label: str  # as the paper's tables call it
     suite: str
     webdataset: str = ""  # its name on clip-benchmark's hub, without `wds_`
-    source: str = ""  # where the original is had, where the hub has none
+    source: str = ""  # where to get the original, if the hub does not have it
     needs: str = ""  # what an original folder must hold besides; clip-benchmark would download it unasked
     probe: bool = False  # linear probe instead of zero-shot
 
@@ -47,7 +47,7 @@ class Benchmark:
 
     @property
     def key(self) -> str:
-        """What names it among all benchmarks: a linear probe has its own."""
+        """A unique name: a dataset may have both a zero-shot benchmark and a linear probe."""
         return f"{self.name}:probe" if self.probe else self.name
 
 
@@ -166,11 +166,11 @@ def _build(benchmark: Benchmark, folder: Path, split: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # datasets without a split of their own say so
             return build_dataset(benchmark.name, root=str(folder), split=split, download=False, task=task)
-    # torchvision, scipy and clip-benchmark have each their own way to say that a folder is not what they expect.
+    # torchvision, scipy and clip-benchmark raise different errors when a folder is not what they expect.
     except (RuntimeError, OSError, ValueError, AssertionError, ImportError, KeyError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise MissingError(
-            f"{folder} is not {benchmark.name} as it is published ({said}); get it from {benchmark.origin}"
+            f"{folder} is not {benchmark.name} as it is published ({reason}); get it from {benchmark.origin}"
         ) from None
 
 

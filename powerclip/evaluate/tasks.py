@@ -26,17 +26,17 @@ Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the image
 
 @dataclass(frozen=True)
 class Scored:
-    """What a task gave: metrics of the whole, and of each of its parts (SugarCrepe's kinds)."""
+    """The result of a task: its metrics, and those of each of its parts (SugarCrepe's kinds)."""
 
-    parts: dict[str, Metrics]  # name of the part, "" for the whole → metrics
+    parts: dict[str, Metrics]  # name of the part, "" for the whole task → metrics
     counts: dict[str, int]
     corrupt: tuple[str, ...] = ()
 
     def flat(self) -> dict[str, float]:
-        """`metric` of the whole and `PART/acc` of each part → share, 0 to 1."""
-        whole = self.parts.get("", {})
+        """`metric` of the whole task and `PART/acc` of each part → share, 0 to 1."""
+        overall = self.parts.get("", {})
         parts = {f"{part}/acc": values.get("acc") for part, values in self.parts.items() if part}
-        return {name: value for name, value in {**whole, **parts}.items() if value is not None}
+        return {name: value for name, value in {**overall, **parts}.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Classification:
         vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
         scores = vectors @ directions.T
         if labels.ndim == 2:
-            whole: Metrics = {"mean_average_precision": metrics.mean_average_precision(scores, labels)}
+            scored: Metrics = {"mean_average_precision": metrics.mean_average_precision(scores, labels)}
         else:
-            whole = metrics.classification(scores, labels)
-        return Scored({"": whole}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
+            scored = metrics.classification(scores, labels)
+        return Scored({"": scored}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CaptionRetrieval:
         return f"{len(self.images.names):,} images, {len(self.captions):,} captions"
 
     def score(self, embedder: Embedder) -> Scored:
-        """Recall at 1, 5 and 10, both ways, and their mean."""
+        """Recall at 1, 5 and 10 in both directions, and their mean."""
         embedded = embedder.images(self.images)
         captions = embedder.texts(self.captions)
         kept = embedded.readable[self.image_of_caption]
@@ -103,7 +103,7 @@ class HardNegatives:
     captions: Sequence[str]
     negatives: Sequence[str]
     kinds: Sequence[str]
-    missing: int = 0  # comparisons whose image is not there
+    missing: int = 0  # comparisons whose image is missing
 
     @property
     def summary(self) -> str:
@@ -168,25 +168,25 @@ class LinearProbe:
         """Accuracy of the trained classifier."""
         if self.train.labels.ndim != 1:
             raise UserError("a linear probe needs images with one class each")
-        seen, unseen = embedder.images(self.train.images), embedder.images(self.test.images)
+        train, test = embedder.images(self.train.images), embedder.images(self.test.images)
         classes = int(self.train.labels.max()) + 1
         _check_labels(self.test.labels, classes)
         device = embedder.device
-        vectors, labels = (part.to(device) for part in _readable(seen, self.train.labels))
+        vectors, labels = (part.to(device) for part in _readable(train, self.train.labels))
         layer = train_probe(vectors, labels, classes, self.settings)
-        vectors, labels = (part.to(device) for part in _readable(unseen, self.test.labels))
+        vectors, labels = (part.to(device) for part in _readable(test, self.test.labels))
         with torch.no_grad():
             accuracy = metrics.classification(layer(vectors), labels)
-        counts = {"images": len(vectors), "trained on": int(seen.readable.sum()), "classes": classes}
-        whole: Metrics = {f"lp_{name}": value for name, value in accuracy.items()}
-        return Scored({"": whole}, counts, (*seen.corrupt, *unseen.corrupt))
+        counts = {"images": len(vectors), "trained on": int(train.readable.sum()), "classes": classes}
+        scored: Metrics = {f"lp_{name}": value for name, value in accuracy.items()}
+        return Scored({"": scored}, counts, (*train.corrupt, *test.corrupt))
 
 
 @dataclass(frozen=True)
 class PointingGame:
     """Phrases of captions, and the boxes of what they name: does the strongest patch lie in one of them?
 
-    A phrase asks in its caption (`words`, by p_B of Eq. 3, as one leaf) and as a caption of its own (`text`).
+    A phrase is embedded from the words of its caption (`words`, p_B of Eq. 3, as one leaf) and as a text (`text`).
     """
 
     task: ClassVar[str] = "pointing_game"
@@ -203,7 +203,7 @@ class PointingGame:
         return f"{len(self.images.names):,} images, {len(self.spans):,} phrases"
 
     def score(self, embedder: Embedder) -> Scored:
-        """Share of hits for both ways to ask, and of a patch that is drawn at random."""
+        """Share of hits with both embeddings of a phrase, and of a patch that is drawn at random."""
         phrases = list(zip(self.captions, self.spans, strict=True))
         queries = {
             "words": embedder.phrases(self.captions, [_tree(caption, span) for caption, span in phrases]),
@@ -212,31 +212,31 @@ class PointingGame:
         targets = {"": self._cells(self.boxes, embedder)}
         if self.objects is not None:
             targets["_any"] = self._cells(self.objects, embedder)
-        hits = {f"pointing_{way}{which}": torch.zeros(len(phrases)) for which in targets for way in queries}
+        hits = {f"pointing_{query}{which}": torch.zeros(len(phrases)) for which in targets for query in queries}
         phrases_of: dict[int, list[int]] = {}
         for phrase, image in enumerate(self.image_of_phrase):
             phrases_of.setdefault(image, []).append(phrase)
 
-        def play(images: Sequence[int], patches: Tensor) -> None:
-            """Ask for all phrases of some images, given their patches [batch, N, D]."""
+        def score_phrases(images: Sequence[int], patches: Tensor) -> None:
+            """Score all phrases of some images, given their patches [batch, N, D]."""
             pairs = [(row, phrase) for row, image in enumerate(images) for phrase in phrases_of.get(image, [])]
             for start in range(0, len(pairs), BATCH):
                 rows, numbers = torch.tensor(pairs[start : start + BATCH]).unbind(1)
                 of_phrases = patches[rows.to(patches.device)]
-                for way, directions in queries.items():
+                for query, directions in queries.items():
                     heat = metrics.patch_similarity(of_phrases, directions[numbers].to(patches.device))
                     heat = heat.unflatten(1, embedder.encoder.grid).cpu()
                     for which, inside in targets.items():
-                        hits[f"pointing_{way}{which}"][numbers] = metrics.hits_cells(heat, inside[numbers]).float()
+                        hits[f"pointing_{query}{which}"][numbers] = metrics.hits_cells(heat, inside[numbers]).float()
 
-        seen = embedder.patches(self.images, play)
-        kept = seen.readable[torch.tensor(self.image_of_phrase)]
-        whole: Metrics = {name: embedder.ranks.sum(hit)[kept].double().mean().item() for name, hit in hits.items()}
-        whole |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
-        counts = {"images": int(seen.readable.sum()), "phrases": int(kept.sum())}
+        embedded = embedder.patches(self.images, score_phrases)
+        kept = embedded.readable[torch.tensor(self.image_of_phrase)]
+        scored: Metrics = {name: embedder.ranks.sum(hit)[kept].double().mean().item() for name, hit in hits.items()}
+        scored |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
+        counts = {"images": int(embedded.readable.sum()), "phrases": int(kept.sum())}
         # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
         small = int((~targets[""][kept].flatten(1).any(1)).sum())
-        return Scored({"": whole}, {**counts, **({"too small": small} if small else {})}, seen.corrupt)
+        return Scored({"": scored}, {**counts, **({"too small": small} if small else {})}, embedded.corrupt)
 
     def _cells(self, boxes: Sequence[Sequence[Box]], embedder: Embedder) -> Tensor:
         """Which patches lie in one of the boxes of each phrase [T, rows, columns] bool."""
@@ -246,8 +246,7 @@ class PointingGame:
 
 def _tree(caption: str, span: Span) -> Tree:
     """A tree with one node: the phrase, a leaf among the other words."""
-    whole = tree_from_spans([span], caption)
-    return Tree(whole.leaves, (span,))
+    return Tree(tree_from_spans([span], caption).leaves, (span,))
 
 
 Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame
