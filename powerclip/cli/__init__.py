@@ -82,7 +82,7 @@ def options(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Hold the options that stand before the command."""
+    """Options before the command."""
 
 
 for subject in (annotation, training, evaluation, analyses):

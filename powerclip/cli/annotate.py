@@ -37,7 +37,7 @@ AddressOption = Annotated[
     str | None, typer.Option("--address", help="The Ray cluster (auto, ray://head:10001). [default: start one here]")
 ]
 AnnotateDeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto takes a GPU if any.")]
-AnnotateQuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print what went wrong only.")]
+AnnotateQuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
 
 @annotate_app.callback()
@@ -115,7 +115,7 @@ def annotate_regions(
 def run_annotation(
     job: Job, shards: list[str], workers: int | None, engine: str, address: str | None, quiet: bool
 ) -> None:
-    """What `annotate trees` and `annotate regions` share."""
+    """Run the job of `annotate trees` or `annotate regions`."""
     with interruptible("the shard that was being annotated is as it was; the same command goes on with it"):
         from powerclip.annotate.run_shards import annotate, exit_code
         from powerclip.annotate.shard_list import list_shards
@@ -135,20 +135,20 @@ def run_annotation(
     "  powerclip annotate status cc12m/*.tar --sidecars sidecars/cc12m",
 )
 def annotate_status(
-    places: Annotated[
+    sources: Annotated[
         list[str], typer.Argument(metavar="DIR|SHARDS…", help="A folder of sidecars, or the shards they belong to.")
     ],
     sidecars: SidecarsOption = None,
 ) -> None:
-    """Say how much is annotated, by whom, what had to fall back, and what a sample's annotations weigh."""
+    """Show how much is annotated and by which annotator, how many fallbacks there are, and the bytes per sample."""
     from powerclip.annotate.shard_list import list_shards
     from powerclip.annotate.status import cover_folder, cover_shards, status_lines
 
-    if sidecars is None and len(places) == 1 and Path(places[0]).is_dir():
-        found = cover_folder(Path(places[0]))
+    if sidecars is None and len(sources) == 1 and Path(sources[0]).is_dir():
+        coverage = cover_folder(Path(sources[0]))
     else:
-        found = cover_shards(list_shards(places), sidecars)
-    print("\n".join(status_lines(found)))
+        coverage = cover_shards(list_shards(sources), sidecars)
+    print("\n".join(status_lines(coverage)))
 
 
 @app.command(
@@ -162,12 +162,12 @@ def index(
     sidecars: Annotated[
         Path | None, typer.Option("--sidecars", help="Where indices are kept. [default: beside the shards]")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Whatever is missing or damaged is an error.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat missing or damaged shards as an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
-    """Note where the samples of shards lie, as the first run that reads them would, and count them.
+    """Index the samples of shards, as the first run that reads them would, and count them.
 
-    Worth a command of its own before hundreds of processes start: each tar is read once, by all cores of one machine.
+    Useful before hundreds of processes start: each tar is read once, by all cores of one machine.
     """
     from powerclip.data.shards import expand_shards, open_shards
     from powerclip.errors import UserError
@@ -175,8 +175,8 @@ def index(
     if sidecars is not None and sidecars.exists() and not sidecars.is_dir():
         raise UserError(f"--sidecars {sidecars}: it is a file, not a folder")
     paths = [path for text in shards for path in expand_shards(text, "SHARDS")]
-    found = open_shards(paths, sidecars, strict=strict, progress=not quiet)
+    shard_set = open_shards(paths, sidecars, strict=strict, progress=not quiet)
     if not quiet:
-        print(found.summary())
-        for what, damaged in found.damage.items():
+        print(shard_set.summary())
+        for what, damaged in shard_set.damage.items():
             print(f"{what}: {', '.join(map(str, damaged[:5]))}{' …' * (len(damaged) > 5)}")

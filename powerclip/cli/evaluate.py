@@ -33,7 +33,7 @@ def ground(
         typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),
     ] = None,
 ) -> None:
-    """Draw where models see captions and each of their phrases."""
+    """Draw heatmaps of where models locate captions and each of their phrases."""
     with interruptible("nothing was written"):
         from powerclip.evaluate.ground import ground as ground_image
 
@@ -76,8 +76,8 @@ def evaluate(
         Path | None, typer.Option("--output", "-o", help="Where the results go. [default: results/NAME-OF-MODEL]")
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no embeddings.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite anew.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not cache embeddings.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite again.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Measure a model on your own data or on the paper's benchmarks.

@@ -1,4 +1,4 @@
-"""What commands have to know about their process: others that torchrun started beside it, and how it is ended."""
+"""What commands share about their process: its rank under torchrun, and its exit when it is interrupted."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what would run, how large it is and how long it takes; write nothing."),
+        typer.Option("--dry-run", help="Print what would run, how large it is and how long it takes; write nothing."),
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="End at the first bad sample or annotation; the same as data.strict=true.")
@@ -51,10 +51,10 @@ def train(
     """Train a model as a recipe says.
 
     The folder gets the recipe as it was run, metrics.jsonl, tensorboard files, checkpoints, and at the end the model
-    as an open_clip directory and results.json with the scores that the recipe's evaluation section asks for.
+    as an open_clip directory and results.json with the scores of the recipe's evaluation section.
 
-    SIGUSR1 writes a checkpoint. SIGTERM finishes the step, writes a checkpoint and ends with exit code 75: the same
-    command with --resume goes on.
+    SIGUSR1 writes a checkpoint. SIGTERM finishes the step, writes a checkpoint and exits with 75: the same command
+    with --resume continues.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other: continue the run or replace it")
@@ -67,9 +67,9 @@ def train(
     folder = output or Path("runs") / find_recipe(recipe).stem
     with interruptible(f"continue with the same command and --resume (the run is in {folder})"):
         if dry_run:
-            from powerclip.train.dry_run import dry_run as rehearse
+            from powerclip.train.dry_run import dry_run as print_dry_run
 
-            rehearse(loaded, folder, quiet=quiet)
+            print_dry_run(loaded, folder, quiet=quiet)
             return
         from powerclip.train.loop import train as run
 
@@ -130,16 +130,16 @@ def compare(
     """Train several settings over several seeds and compare them in one table.
 
     A study file names a recipe and what each setting changes in it; recipes can be compared directly, the first is the
-    baseline. Runs that are finished are kept: the same command goes on where it stopped. A run that a study in a folder
-    beside has finished with the same recipe is copied, not trained again.
+    baseline. Finished runs are kept: the same command continues where it stopped. A run that a study in a
+    neighbouring folder has finished with the same recipe is copied, not trained again.
 
     Several studies run one after the other, each into its own folder; if one fails, the others go on.
 
-    --processes trains several runs at a time, on one GPU or spread over all. A process that dies is replaced, and its
-    run begun again. Runs that share a GPU, or the CPU, have no time in the table.
+    --processes trains several runs at a time, on one GPU or on all of them. A process that dies is replaced, and its
+    run is started again. Runs that share a GPU, or the CPU, have no time in the table.
 
-    --test is for the end, when the settings are chosen: it measures the models of all runs on data that chose nothing,
-    and writes test.md and test.json. Nothing that is finished is trained again, and nothing is measured twice.
+    --test is for the end, when the settings are chosen: it measures the models of all runs on held-out data, and
+    writes test.md and test.json. Nothing that is finished is trained again, and nothing is measured twice.
     """
     check_one_process("compare")
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]

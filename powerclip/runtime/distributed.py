@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 import torch
 
-# Before the processes meet: its functions keep the group that they find as a default argument, and with it threads that
-# can abort Python's exit. open_clip imports it whenever a model is first asked for.
+# Imported before a process group exists: its functions keep the current group as a default argument, and with it
+# threads that can abort Python's exit. open_clip imports it when the first model is built.
 import torch.distributed.nn
 from torch import Tensor
 from torch import distributed as dist
@@ -107,7 +107,7 @@ class Ranks:
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradients of parameters that no wrapper looks after by their mean over ranks, in one message."""
+        """Replace the gradients of parameters that no wrapper averages by their mean over ranks, in one message."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.is_single or not gradients:
             return
@@ -124,10 +124,10 @@ class Ranks:
         if self.is_single:
             return [values]
         # A sum with zeros: gloo adds in log n rounds, and gathers in n.
-        found = torch.zeros(self.count, len(values), dtype=torch.int64)
-        found[self.rank] = torch.tensor(values)
-        dist.all_reduce(found)
-        return [tuple(row) for row in found.tolist()]
+        rows = torch.zeros(self.count, len(values), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(values)
+        dist.all_reduce(rows)
+        return [tuple(row) for row in rows.tolist()]
 
     def collect(self, value: T) -> list[T]:
         """A value of each rank, on all of them."""
@@ -184,7 +184,7 @@ SINGLE = Ranks()
 def join_ranks(device: str) -> Iterator[Ranks]:
     """This process among those that torchrun started, or a single one.
 
-    `device` is what the user asked for (`auto`, `cpu`, `cuda`): it decides between nccl and gloo. Where a process
+    `device` is the user's setting (`auto`, `cpu`, `cuda`): it decides between nccl and gloo. Where a process
     group exists already, as in a study that trains many runs, it is used and left open.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
@@ -276,7 +276,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, rank: int) -> Tensor:
         ctx.rank, ctx.rows = rank, len(values)
-        # Neither backend knows truth values.
+        # Neither backend supports bool.
         sent = values.contiguous().view(torch.uint8) if values.dtype == torch.bool else values.contiguous()
         gathered = sent.new_empty(len(values) * dist.get_world_size(), *values.shape[1:])
         dist.all_gather_into_tensor(gathered, sent)
@@ -286,10 +286,10 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient = gradients[0].contiguous()
         if gradient.is_cuda:
-            own = gradient.new_empty(ctx.rows, *gradient.shape[1:])
-            dist.reduce_scatter_tensor(own, gradient)
-            return own, None
-        # gloo reduces whole tensors only; it must not be the caller's own that changes.
+            local = gradient.new_empty(ctx.rows, *gradient.shape[1:])
+            dist.reduce_scatter_tensor(local, gradient)
+            return local, None
+        # gloo reduces whole tensors only, and in place: the caller's tensor must not change.
         gradient = gradient.clone()
         dist.all_reduce(gradient)
         return gradient[ctx.rank * ctx.rows : (ctx.rank + 1) * ctx.rows], None

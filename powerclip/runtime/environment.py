@@ -83,8 +83,8 @@ def revision() -> str | None:
 @cache
 def packages() -> dict[str, str]:
     """Name → version of every installed package."""
-    found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions() if dist.metadata}
-    return dict(sorted((str(name), version) for name, version in found.items() if name))
+    versions = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions() if dist.metadata}
+    return dict(sorted((str(name), version) for name, version in versions.items() if name))
 
 
 def note_environment(path: Path, step: int) -> None:

@@ -43,7 +43,7 @@ class ProcessPool(Generic[Task, Result]):
 
     def __init__(self, load: Callable[[int, int], WorkerFunction[Task, Result]], count: int, *, daemon: bool = True):
         self._load, self._count, self._daemon = load, count, daemon
-        # A fork would share the parent's threads and GPU, which neither survives.
+        # Neither the parent's threads nor its GPU context survive a fork.
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker[Task]] = []
 
@@ -110,17 +110,17 @@ class ProcessPool(Generic[Task, Result]):
         return free
 
     def _start(self, number: int) -> _Worker[Task]:
-        here, there = self._context.Pipe()
+        parent_pipe, worker_pipe = self._context.Pipe()
         process = self._context.Process(
-            target=_work, args=(there, self._load, number, self._count), daemon=self._daemon
+            target=_work, args=(worker_pipe, self._load, number, self._count), daemon=self._daemon
         )
         process.start()
-        there.close()
-        return _Worker(process, here)
+        worker_pipe.close()
+        return _Worker(process, parent_pipe)
 
     def _assign(self, worker: _Worker[Task], task: Task) -> None:
         worker.task = task
-        with suppress(OSError):  # it has died while it waited: seen, and dealt with, when its answer is read
+        with suppress(OSError):  # the worker died while idle: handled when its answer is read
             worker.pipe.send(task)
 
     def _replace(self, worker: _Worker[Task]) -> None:

@@ -1,4 +1,4 @@
-"""Signals of a scheduler: SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end of the run."""
+"""Signals of a scheduler: SIGUSR1 requests a checkpoint, SIGTERM a checkpoint and the end of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Preempted(Exception):
 
 
 class Signals:
-    """Listens while the `with` block runs; the handlers of before are put back after it.
+    """Handles signals while the `with` block runs, and restores the previous handlers after it.
 
     A second SIGTERM is not held back: it ends the process. `minutes` after the last checkpoint another one is due.
     """
@@ -39,7 +39,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self._since = time.monotonic()
-        # Only the main thread may set handlers; a run in another one is stopped by whoever started it.
+        # Only the main thread may set handlers; a run in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
             signal.signal(signal.SIGTERM, self._on_term)
@@ -54,7 +54,7 @@ class Signals:
         self._before = {}
 
     def request(self) -> StopRequest:
-        """What this process requests now: what signals asked for, or a checkpoint that is due by the clock."""
+        """The current request: what signals requested, or a checkpoint that is due by the clock."""
         late = self._minutes is not None and time.monotonic() - self._since >= 60 * self._minutes
         return max(self._request, StopRequest.CHECKPOINT if late else StopRequest.NOTHING)
 

@@ -41,14 +41,14 @@ def backward_in_parts(state: TrainState, batch: Batch, plan: Plan, count: int) -
         tokens = batch.tokens[rows]
         # Sorted by length, most parts have short captions only.
         shorter = 0 < batch.short < tokens.shape[1] and rows.stop <= shorter_captions(len(batch))
-        given = tokens[:, : batch.short] if shorter else tokens
-        features: Features = towers(batch.images[rows], given, plan.rows(rows))
-        return replace(features, words=F.pad(features.words, (0, 0, 0, tokens.shape[1] - given.shape[1])))
+        trimmed = tokens[:, : batch.short] if shorter else tokens
+        features: Features = towers(batch.images[rows], trimmed, plan.rows(rows))
+        return replace(features, words=F.pad(features.words, (0, 0, 0, tokens.shape[1] - trimmed.shape[1])))
 
     with torch.no_grad():
-        kept = [_without_unused(run(state.unwrapped_towers, rows), state.objective.dense) for rows in parts]
-    features = join_parts(kept, size)
-    del kept
+        detached = [_without_unused(run(state.unwrapped_towers, rows), state.objective.dense) for rows in parts]
+    features = join_parts(detached, size)
+    del detached
     # The objective's own parameters get their gradient here, the towers' not yet.
     terms = state.objective.loss(features, batch, state.ranks)
     mark_loss(terms.total).backward()
@@ -56,8 +56,8 @@ def backward_in_parts(state: TrainState, batch: Batch, plan: Plan, count: int) -
     del features
     for rows in parts[:-1]:
         with no_sync(state.towers):
-            send_back(run(state.towers, rows), gradients, rows, size)
-    send_back(run(state.towers, parts[-1]), gradients, parts[-1], size, last=True)
+            backward_part(run(state.towers, rows), gradients, rows, size)
+    backward_part(run(state.towers, parts[-1]), gradients, parts[-1], size, last=True)
     return terms
 
 
@@ -73,11 +73,11 @@ def join_parts(parts: Sequence[Features], size: int) -> Features:
     return tree_map(join, *parts)
 
 
-def send_back(
+def backward_part(
     features: Features, gradients: Sequence[Tensor | None], rows: slice, size: int, *, last: bool = False
 ) -> None:
-    """Send the gradients of all pairs' features back through those of some; what all share goes with the last."""
-    outputs, arriving = [], []
+    """Backward pass of one part, given the gradients of all pairs' features; shared values go with the last part."""
+    outputs, output_gradients = [], []
     for value, gradient in zip(tree_leaves(features), gradients, strict=True):
         if gradient is None or not value.requires_grad:
             continue
@@ -85,9 +85,9 @@ def send_back(
         if shared and not last:
             continue
         outputs.append(value)
-        arriving.append((gradient if shared else gradient[rows]).to(value.dtype))
+        output_gradients.append((gradient if shared else gradient[rows]).to(value.dtype))
     # Not the sum of products: padded words may be NaN, and their gradient is 0.
-    torch.autograd.backward(outputs, arriving)
+    torch.autograd.backward(outputs, output_gradients)
 
 
 def _without_unused(features: Features, dense: bool) -> Features:

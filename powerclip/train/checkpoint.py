@@ -22,7 +22,7 @@ from powerclip.runtime.distributed import SINGLE, Ranks
 FORMAT = "powerclip-checkpoint"
 VERSION = 1
 
-# A full disk may be cleared; one that fails again and again is no place for a run of days.
+# A full disk may be cleared in time; after so many failures in a row the run stops.
 MAX_FAILURES = 3
 
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -39,8 +39,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    by_step = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(by_step)]
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
@@ -99,15 +99,15 @@ def newest(
     so that it is neither read again nor counted among those that are kept. When there are checkpoints and none is
     good: None, or a UserError when one is `required`.
     """
-    found: list[dict[str, Any] | None] = []
+    states: list[dict[str, Any] | None] = []  # of the main rank, which alone calls `find`
 
     def find() -> int | None:
-        found.append(_newest(folder, warn, required=required))
-        return None if found[0] is None else found[0]["step"]
+        states.append(_newest(folder, warn, required=required))
+        return None if states[0] is None else states[0]["step"]
 
     step = ranks.broadcast(find)
     if step is None or ranks.is_main:
-        return found[0] if found else None
+        return states[0] if states else None
     return read(checkpoint_path(folder, step))
 
 
@@ -141,7 +141,7 @@ def _refuse(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk: without it a rename may not survive a power cut."""
+    """Flush a folder's list of names to the disk: without it a rename may not survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,7 +165,7 @@ class CheckpointWriter:
         self._failures = 0
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to write the state of a step. What the caller does to its tensors from now on does not show."""
+        """Begin to write the state of a step. Its tensors are copied: the caller may change them afterwards."""
         self.wait()
         self._pending = step, self._pool.submit(write, self._folder, step, to_host(state), self._keep)
 

@@ -47,12 +47,12 @@ class Traffic:
 
     @property
     def exposed(self) -> float:
-        """What nothing can hide: the loss needs it before the backward pass begins."""
+        """Bytes that overlap with no computation: the loss needs them before the backward pass begins."""
         return self.embeddings + self.phrases + self.columns
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All bytes."""
         return self.gradients + self.exposed
 
 

@@ -46,7 +46,7 @@ def make_loader(
     """The batches that a recipe describes, in the form that an encoder reads.
 
     `cache` keeps corpora for other runs; `device` is where a corpus is kept and cropped; `compiled` towers get fewer
-    different lengths of captions; `ranks` share each batch; `warn` is told, once, of each kind of fault in shards.
+    different lengths of captions; `ranks` share each batch; `warn` is called once for each kind of fault in shards.
     """
     spec = batch_spec(recipe, encoder, torch.device(device), compiled)
     tokenizer = _checked_tokenizer(encoder)
@@ -91,7 +91,7 @@ def _shard_loader(
 ) -> ShardLoader:
     data = recipe.data
     shards = cache.shards(data, ranks)
-    # Only PowerCLIP looks at the parts of a sample; the others need no annotation.
+    # Only PowerCLIP uses trees and regions; the other objectives need no annotation.
     options = ShardOptions(
         sidecars=sidecar_folder(data),
         trees=recipe.reads_trees and data.trees != FLAT,
@@ -111,7 +111,7 @@ def _corpus_loader(
     recipe: Recipe, spec: BatchSpec, tokenizer: CaptionTokenizer, cache: DataCache, ranks: Ranks
 ) -> CorpusLoader:
     data = recipe.data
-    assert data.shards is not None  # DataSection sees to it
+    assert data.shards is not None  # DataSection checks it
     paths = expand_pattern(data.shards, "data.shards")
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
@@ -136,10 +136,10 @@ def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
 def _checked_tokenizer(encoder: DualEncoder) -> CaptionTokenizer:
     """The encoder's tokenizer; UserError when it has tokens that the text tower does not."""
     tokenizer = tokenizer_for(encoder)
-    known = encoder.config["text_cfg"].get("vocab_size", CLIPTextCfg.vocab_size)
-    needed = getattr(tokenizer, "vocab_size", 0)  # Hugging Face's do not say it
-    if known < needed:
-        raise UserError(f"model.config: text_cfg.vocab_size is {known}, but the tokenizer has {needed} tokens")
+    available = encoder.config["text_cfg"].get("vocab_size", CLIPTextCfg.vocab_size)
+    needed = getattr(tokenizer, "vocab_size", 0)  # Hugging Face's have no such attribute
+    if available < needed:
+        raise UserError(f"model.config: text_cfg.vocab_size is {available}, but the tokenizer has {needed} tokens")
     return CaptionTokenizer(tokenizer)
 
 
@@ -167,7 +167,7 @@ def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSid
 
 
 def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> None:
-    """UserError when no shard has the annotations that were asked for: some may lack them, all is a mistake."""
+    """UserError when no shard has the annotations that the recipe needs; some shards may lack them."""
     folder = sidecar_folder(data)
     if find_sidecars(shards, kind, folder):
         return

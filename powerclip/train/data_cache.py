@@ -27,7 +27,7 @@ class DataCache:
     """Corpora, shards and evaluation tasks, kept by what they were read from: hand the same cache to several runs.
 
     Args:
-        say: is called with a line about each when it is read.
+        say: called with a line about each of them when it is read.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -43,30 +43,30 @@ class DataCache:
 
         def read() -> Corpus:
             corpus = read_corpus(paths, size, trees, progress=self._say is not None)
-            self._tell(shards, f"{corpus.summary()}; {note}" if note else corpus.summary())
+            self._report(shards, f"{corpus.summary()}; {note}" if note else corpus.summary())
             return corpus
 
         return self._once(("corpus", paths, size, trees), read)
 
     def task(self, source: str, paths: Sequence[Path], read: Callable[[Sequence[Path]], Task]) -> Task:
-        """What `read` finds at the paths of an evaluation's `source`."""
+        """The task that `read` makes of the paths of an evaluation's `source`."""
 
-        def read_and_say() -> Task:
+        def read_and_report() -> Task:
             task = read(paths)
-            self._tell(source, task.summary)
+            self._report(source, task.summary)
             return task
 
-        return self._once(("task", tuple(paths)), read_and_say)
+        return self._once(("task", tuple(paths)), read_and_report)
 
     def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
         """The shards of a recipe's data section, indexed."""
-        assert data.shards is not None  # DataSection sees to it
+        assert data.shards is not None  # DataSection checks it
         shards = data.shards
         paths = tuple(expand_shards(shards, "data.shards"))
         folder = sidecar_folder(data)
 
         def find() -> ShardSet:
-            found = open_shards(
+            shard_set = open_shards(
                 paths,
                 folder,
                 strict=data.strict,
@@ -74,8 +74,8 @@ class DataCache:
                 ranks=ranks,
                 progress=self._say is not None,
             )
-            self._tell(shards, found.summary())
-            return found
+            self._report(shards, shard_set.summary())
+            return shard_set
 
         return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
 
@@ -91,12 +91,12 @@ class DataCache:
 
         def read() -> CorpusMasks:
             masks = read_masks(corpus, folder)
-            self._tell(data.sidecars or str(data.shards), masks.summary())
+            self._report(data.sidecars or str(data.shards), masks.summary())
             return masks.to(device)
 
         return self._once(("masks", id(corpus), folder, device), read)
 
-    def _tell(self, source: str, summary: str) -> None:
+    def _report(self, source: str, summary: str) -> None:
         if self._say:
             self._say(f"{source}: {summary}")
 

@@ -1,6 +1,6 @@
-"""What a recipe would run, before it does: how large, how long, on which data, and what would be written where.
+"""What a recipe would run: how large the model is, how long it takes, on which data, and what is written where.
 
-Nothing is written. The data need not be there: what is missing is listed. Speed and memory come from a short burst of
+Nothing is written. The data need not exist: missing files are listed. Speed and memory come from a short burst of
 real steps on noise of the right shape, on the device that the run would use.
 """
 
@@ -60,7 +60,7 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     """Print what `train` would do.
 
     Raises:
-        UserError: the model cannot be built, or the device is not there.
+        UserError: the model cannot be built, or there is no such device.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if int(os.environ.get("RANK", "0")):
@@ -70,13 +70,13 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     def say(head: str, text: str) -> None:
         print_line(console, f"{head:12}{text}")
 
-    found = list(inputs(recipe))
-    recipe, length, known = settled(recipe, found)
+    files = list(inputs(recipe))
+    recipe, length, known = settled(recipe, files)
     # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
     once = replace(recipe.train, accumulate=1)
     burst_recipe = replace(recipe, model=replace(recipe.model, pretrained=None), train=once)
     state = start(burst_recipe)
-    for head, text in describe_run(recipe, state, length, found):
+    for head, text in describe_run(recipe, state, length, files):
         say(head, text)
     if not quiet:
         say("", "measuring a few steps …")
@@ -88,9 +88,9 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
         say(head, text)
 
 
-def settled(recipe: Recipe, found: list[Input]) -> tuple[Recipe, str, bool]:
+def settled(recipe: Recipe, files: list[Input]) -> tuple[Recipe, str, bool]:
     """The recipe with its number of steps, that length in words, and whether it is known."""
-    train, samples = recipe.train, samples_of(recipe, found)
+    train, samples = recipe.train, samples_of(recipe, files)
     if train.epochs is not None and recipe.data.samples is None:
         if samples is None:
             return recipe, f"{train.epochs:g} epochs; how many steps that is shows when the data are there", False
@@ -102,7 +102,7 @@ def settled(recipe: Recipe, found: list[Input]) -> tuple[Recipe, str, bool]:
     return replace(recipe, train=train), text, True
 
 
-def describe_run(recipe: Recipe, state: TrainState, length: str, found: list[Input]) -> Iterator[tuple[str, str]]:
+def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Input]) -> Iterator[tuple[str, str]]:
     """Model, objective, device, length and data, as lines."""
     clip, optim = state.encoder.clip, recipe.optim
     image, total, extra = count(clip.visual), count(state.encoder), count(state.objective)
@@ -112,8 +112,8 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, found: list[Inp
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
         yield "", f"starts from {recipe.model.pretrained}"
-    own = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
-    yield "objective", recipe.objective + own
+    parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
+    yield "objective", recipe.objective + parameters
     device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU"
     how = [precision(state)] + ["compiled"] * (state.unwrapped_towers.compile_mode != "none")
     yield "device", f"{device}, {', '.join(how)}"
@@ -121,32 +121,33 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, found: list[Inp
     rate = f"lr {optim.lr:g}, {optim.schedule}, {optim.warmup:,} steps of warm-up"
     yield "optimiser", f"AdamW, {rate}, weight decay {optim.weight_decay:g}"
     yield "data", recipe.data.source
-    for item in found:
+    for item in files:
         yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
 
 
 def describe_cost(
     recipe: Recipe, state: TrainState, burst: Burst, ranks: int, pairs: int, steps: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Memory and time, as lines: what was measured and what was made of it."""
-    spread = ranks if recipe.train.sharding == "full" else 1
-    held = trained(state) * STATE_BYTES / spread / GIB
-    parts = f"{held:.1f} weights, gradients and AdamW's moments"
+    """Memory and time, as lines: what was measured and what follows from it."""
+    shards = ranks if recipe.train.sharding == "full" else 1
+    state_gib = trained(state) * STATE_BYTES / shards / GIB
+    parts = f"{state_gib:.1f} weights, gradients and AdamW's moments"
     if burst.peak_bytes is not None:
         yield "memory", f"{burst.peak_bytes / GIB:.1f} GiB on the GPU with {burst.pairs:,} pairs, measured: {parts}"
         if burst.pairs < pairs:
             fits = recipe.train.accumulate * -(-pairs // burst.pairs)
             yield "", f"{pairs:,} pairs do not fit at once; train.accumulate={fits} sends them through in parts that do"
     else:
-        kept = burst.activation_bytes * pairs / GIB
-        yield "memory", f"about {held + kept:.1f} GiB for each process: {parts}, {kept:.1f} activations"
+        activations = burst.activation_bytes * pairs / GIB
+        total = state_gib + activations
+        yield "memory", f"about {total:.1f} GiB for each process: {parts}, {activations:.1f} activations"
         of_a_pair = f"{burst.activation_bytes / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(state)}"
         yield "", f"activations of the towers, counted: {of_a_pair}; the loss comes on top"
     rounds = recipe.train.batch_size / (pairs * ranks)
     # Accumulation runs the towers once more, without a gradient: a third of a step.
     step = burst.step(pairs) * rounds * (4 / 3 if rounds > 1 else 1)
-    whole = "" if steps is None else f"{duration(step * steps)} for the run, "
-    yield "time", f"{whole}{step:.3g} s a step, without waiting for data"
+    run_time = "" if steps is None else f"{duration(step * steps)} for the run, "
+    yield "time", f"{run_time}{step:.3g} s a step, without waiting for data"
     beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
     yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
     cost, peak = operations(recipe, burst.length), peak_flops(state.device)
@@ -158,7 +159,7 @@ def describe_cost(
 
 
 def describe_messages(recipe: Recipe, state: TrainState, ranks: int) -> Iterator[tuple[str, str]]:
-    """What the ranks send each other, on paper."""
+    """What the ranks send each other, estimated, as lines."""
     nodes = TYPICAL_NODES if recipe.objective == "powerclip" else 0.0
     width = state.encoder.clip.visual.output_dim
     sent = traffic(ranks, recipe.train.batch_size, width, trained(state), nodes)
@@ -173,8 +174,8 @@ def describe_output(recipe: Recipe, state: TrainState, folder: RunFolder) -> Ite
     yield "output", f"{folder.root}: {folder_state(folder)}"
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += [f"every {train.checkpoint_minutes:g} minutes"] if train.checkpoint_minutes else []
-    kept = f"the last {train.keep} kept: {size:.2f} GiB each, {(train.keep + 1) * size:.2f} GiB while one is written"
-    yield "", f"checkpoints/ {' and '.join(when) or 'only when asked by a signal'}, {kept}"
+    sizes = f"the last {train.keep} kept: {size:.2f} GiB each, {(train.keep + 1) * size:.2f} GiB while one is written"
+    yield "", f"checkpoints/ {' and '.join(when) or 'only when asked by a signal'}, {sizes}"
     if train.save_model:
         yield "", f"model/ at the end: {count(state.encoder) * 4 / GIB:.2f} GiB"
     yield "", "recipe.yaml, environment.json, metrics.jsonl, tensorboard/, results.json"
@@ -196,7 +197,7 @@ def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
     gpu = state.device.type == "cuda"
     size = pairs if gpu else min(2, pairs)
     history: list[tuple[int, float]] = []
-    kept = activation_bytes(state, synthetic_batch(recipe, state.encoder, 2))
+    activations = activation_bytes(state, synthetic_batch(recipe, state.encoder, 2))
     while True:
         batch = synthetic_batch(recipe, state.encoder, size).to(state.device)
         try:
@@ -215,11 +216,11 @@ def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
     (size, took), before = history[-1], history[-2] if len(history) > 1 else None
     slope = took / size if before is None else max(0.0, (took - before[1]) / (size - before[0]))
     peak = torch.cuda.max_memory_allocated(state.device) if gpu else None
-    return Burst(size, took, slope, batch.tokens.shape[1], kept, peak)
+    return Burst(size, took, slope, batch.tokens.shape[1], activations, peak)
 
 
 def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, repeats: int = 3) -> float:
-    """Seconds of the quickest of some steps: others may have been held up by what else the machine does."""
+    """Seconds of the fastest of some steps: other processes of the machine may have slowed the others."""
     wait: Callable[[], None] = torch.cuda.synchronize if state.device.type == "cuda" else lambda: None
     times = []
     for _ in range(warmup + repeats):
@@ -235,21 +236,21 @@ def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, rep
 
 def activation_bytes(state: TrainState, batch: Batch) -> float:
     """Bytes that the towers keep of one pair for the backward pass, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for m in (state.encoder, state.objective) for p in m.parameters()}
-    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for m in (state.encoder, state.objective) for p in m.parameters()}
+    saved: dict[int, int] = {}  # storage → bytes
 
-    def note(value: torch.Tensor) -> torch.Tensor:
+    def record(value: torch.Tensor) -> torch.Tensor:
         storage = value.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
         return value
 
     batch = batch.to(state.device)
     eager = Towers(state.objective, state.encoder, bf16=state.unwrapped_towers.bf16)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda value: value):
         features = eager(batch.images, batch.tokens)
     del features
-    return sum(kept.values()) / len(batch)
+    return sum(saved.values()) / len(batch)
 
 
 def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:

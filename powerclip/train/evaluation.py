@@ -1,4 +1,4 @@
-"""What a recipe asks to be measured: tasks that are read before the run begins, and scored whenever it is settings."""
+"""The evaluation of a recipe: its tasks are read before the run begins, and scored during the run and at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Evaluation = Callable[["DualEncoder"], Mapping[str, float]]  # `TASK/metric` → share of right answers, 0 to 1
 
-# The scores that tell most, in the order of `describe`.
+# The main scores, in the order of `describe`.
 SCENE_HEADLINES = {
     "retrieval": "scenes/retrieval/mean_recall",
     "zero-shot": "scenes/zero_shot/acc1",
@@ -37,16 +37,16 @@ def make_evaluation(
     ranks: Ranks = SINGLE,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Evaluation | None:
-    """The function that scores a model as `recipe.evaluation` says, or None when it asks for nothing.
+    """The function that scores a model as `recipe.evaluation` says, or None when it has no tasks.
 
-    Everything that it needs is read here: what is missing or damaged shows before hours of training, not after.
+    All of its data are read here: missing or damaged files are reported before hours of training, not after.
 
     Args:
         recipe: says what is measured.
         encoder: a model that prepares images as the one that is measured.
         cache: keeps what was read for other runs, and decoded images for the next evaluation.
         ranks: the processes that evaluate together.
-        warn: told of images that cannot be read and are left out.
+        warn: called when images cannot be read and are left out.
 
     Raises:
         UserError: something is missing or cannot be read.
@@ -67,8 +67,8 @@ def make_evaluation(
                 warn(f"evaluation.{name}: {len(corrupt):,} unreadable images are left out: {', '.join(corrupt[:3])}")
 
     def evaluate(model: DualEncoder) -> dict[str, float]:
-        scorer = embedder(model)
-        scored = {name: task.score(scorer).flat() for name, task in tasks.items()}
+        model_embedder = embedder(model)
+        scored = {name: task.score(model_embedder).flat() for name, task in tasks.items()}
         return {f"{name}/{metric}": value for name, metrics in scored.items() for metric, value in metrics.items()}
 
     return evaluate

@@ -26,10 +26,10 @@ def mark_loss(total: Tensor) -> Tensor:
     """The loss itself when it is finite; otherwise one whose gradient is NaN.
 
     An infinite loss may have a finite gradient, and on one rank only. This way the norm of the gradient, which all
-    ranks share, tells all of them, without another message.
+    ranks share, is NaN on all of them, without another message.
     """
-    seen = total.detach()
-    return total * torch.where(seen.isfinite(), torch.ones_like(seen), torch.full_like(seen, math.nan))
+    value = total.detach()
+    return total * torch.where(value.isfinite(), torch.ones_like(value), torch.full_like(value, math.nan))
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
@@ -55,18 +55,18 @@ class _StepValues:
 
 
 class Guard:
-    """Counts the updates that were left out; UserError when more than `most` of them come in a row.
+    """Counts the updates that were left out; UserError when more than `max_skipped` of them come in a row.
 
     Args:
-        most: `train.max_skipped`.
+        max_skipped: `train.max_skipped`.
         modules: what is trained; searched for values that are not finite when a step fails.
         warn: called for the first of a row of updates that were skipped.
     """
 
-    def __init__(self, most: int, modules: Sequence[nn.Module], warn: Callable[[str], None]):
+    def __init__(self, max_skipped: int, modules: Sequence[nn.Module], warn: Callable[[str], None]):
         self.skipped = 0  # in the whole run
         self._row = 0
-        self._most, self._modules, self._warn = most, tuple(modules), warn
+        self._max_skipped, self._modules, self._warn = max_skipped, tuple(modules), warn
         self._waiting: deque[_StepValues] = deque()
 
     def check(self, step: int, terms: Terms, norm: Tensor) -> None:
@@ -99,13 +99,13 @@ class Guard:
     def _inspect(self, values: _StepValues) -> None:
         if values.arrived is not None:
             values.arrived.synchronize()
-        found = dict(zip(values.names, values.values.tolist(), strict=True))
-        if math.isfinite(found["loss"]) and math.isfinite(found["gradient norm"]):
+        numbers = dict(zip(values.names, values.values.tolist(), strict=True))
+        if math.isfinite(numbers["loss"]) and math.isfinite(numbers["gradient norm"]):
             self._row = 0
             return
         self.skipped += 1
         self._row += 1
-        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
         broken = not_finite(self._modules)
         if broken:
             raise UserError(
@@ -113,7 +113,7 @@ class Guard:
                 f"{_some(broken)}. Go back to a checkpoint and try a smaller optim.lr, a longer optim.warmup or "
                 "optim.grad_clip=1"
             )
-        if self._row > self._most:
+        if self._row > self._max_skipped:
             raise UserError(
                 f"training diverged: {self._row} updates in a row, up to step {values.step}, had a loss or a gradient "
                 f"that is not finite and were left out ({shown}; {self._where()}). The weights are finite: try a "
@@ -136,7 +136,7 @@ def not_finite(modules: Sequence[nn.Module], *, gradients: bool = False) -> list
             values: Any = parameter.grad if gradients else parameter
             if values is None:
                 continue
-            # A sharded parameter answers for its own part; asking for all of it would be a message between ranks.
+            # Of a sharded parameter only the local part is checked: gathering all of it needs a collective.
             values = values.to_local() if hasattr(values, "to_local") else values
             if not bool(values.detach().isfinite().all()):
                 names.append(name)

@@ -1,4 +1,4 @@
-"""The files that a recipe reads: found before anything is built; what is missing is said in the recipe's words."""
+"""The files that a recipe reads, checked before anything is built; errors name the recipe's setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
 from powerclip.train.recipe import FLAT, DataSection, Recipe
 
-# Tars without an index that are sooner read than waited for.
+# Up to so many tars without an index are read to count their samples; with more, the count stays unknown.
 FEW = 64
 
 
@@ -27,19 +27,19 @@ class Input:
 
 
 def inputs(recipe: Recipe) -> Iterator[Input]:
-    """Everything that a run of `recipe` would read, whether it is there or not."""
+    """Everything that a run of `recipe` would read, whether it exists or not."""
     data, evaluation = recipe.data, recipe.evaluation
     if data.source == "corpus":
-        yield from _look("data.shards", data.shards, _pattern)
+        yield from _find("data.shards", data.shards, _pattern)
         if data.trees != FLAT:
-            yield from _look("data.trees", data.trees, _file)
+            yield from _find("data.trees", data.trees, _file)
         if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
-            yield from _look("data.sidecars", data.sidecars, _folder)
+            yield from _find("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
-        yield from _look("data.shards", data.shards, _shards)
-        yield from _look("data.sidecars", data.sidecars, _folder)
-    yield from _look("evaluation.retrieval", evaluation.retrieval, _pattern)
-    yield from _look("evaluation.composition", evaluation.composition, _folder)
+        yield from _find("data.shards", data.shards, _shards)
+        yield from _find("data.sidecars", data.sidecars, _folder)
+    yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
+    yield from _find("evaluation.composition", evaluation.composition, _folder)
 
 
 def check_inputs(recipe: Recipe) -> None:
@@ -49,14 +49,14 @@ def check_inputs(recipe: Recipe) -> None:
             raise UserError(f"{item.setting}: {item.problem}")
 
 
-def samples_of(recipe: Recipe, found: list[Input]) -> int | None:
+def samples_of(recipe: Recipe, files: list[Input]) -> int | None:
     """Pairs in an epoch, as the recipe says or as they were counted; None when neither is known."""
     if recipe.data.samples is not None:
         return recipe.data.samples
-    return next((count_samples(item.paths) for item in found if item.setting == "data.shards" and item.paths), None)
+    return next((count_samples(item.paths) for item in files if item.setting == "data.shards" and item.paths), None)
 
 
-def _look(setting: str, value: str | None, find: Callable[[str, str], Input]) -> Iterator[Input]:
+def _find(setting: str, value: str | None, find: Callable[[str, str], Input]) -> Iterator[Input]:
     if value is None:
         return
     try:
@@ -70,13 +70,13 @@ def _pattern(value: str, setting: str) -> Input:
 
 
 def _shards(value: str, setting: str) -> Input:
-    paths = expand_shards(value, setting)  # what is spelled out need not be there
-    there = [path for path in paths if path.is_file()]
-    if not there:
+    paths = expand_shards(value, setting)  # a path that is spelled out need not exist
+    existing = [path for path in paths if path.is_file()]
+    if not existing:
         raise UserError(f"{setting}: none of {value} is there (the first would be {paths[0]})")
-    found = _files(there, setting)
-    gone = len(paths) - len(there)
-    return replace(found, summary=f"{found.summary}, {gone:,} more are not there") if gone else found
+    item = _files(existing, setting)
+    missing = len(paths) - len(existing)
+    return replace(item, summary=f"{item.summary}, {missing:,} more are not there") if missing else item
 
 
 def _files(paths: list[Path], setting: str) -> Input:
@@ -87,10 +87,10 @@ def _files(paths: list[Path], setting: str) -> Input:
 
 def count_samples(paths: Sequence[Path]) -> int | None:
     """Samples in tars, from their indices; None when many have none yet. Writes nothing."""
-    found = [find_info(path) for path in paths]
-    if sum(info is None for info in found) > FEW:
+    infos = [find_info(path) for path in paths]
+    if sum(info is None for info in infos) > FEW:
         return None
-    return sum((info[0] if info else make_index(path).info).samples for path, info in zip(paths, found, strict=True))
+    return sum((info[0] if info else make_index(path).info).samples for path, info in zip(paths, infos, strict=True))
 
 
 def _file(value: str, setting: str) -> Input:
@@ -98,7 +98,7 @@ def _file(value: str, setting: str) -> Input:
 
 
 def existing_file(value: str, setting: str) -> Path:
-    """The file of trees that a setting names; UserError when it is not there."""
+    """The file of trees that a setting names; UserError when it does not exist."""
     path = expand_path(value, setting)
     if not path.is_file():
         raise UserError(

@@ -94,7 +94,7 @@ def train(
 
     Raises:
         UserError: the folder holds another run, no checkpoint is good, the loss is no longer finite, a GPU is full.
-        Preempted: SIGTERM asked for it; a checkpoint of the last step is written.
+        Preempted: SIGTERM was received; a checkpoint of the last step is written.
     """
     options = RunOptions(resume, overwrite, quiet, console, evaluate, cache, on_step)
     with explain_out_of_memory(), killed_workers(), join_ranks(recipe.train.device) as ranks:
@@ -109,10 +109,10 @@ def run(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions) ->
     progress = Progress(folder.root.name, steps, unit="step", every=0, quiet=options.quiet, console=console)
     if recipe.train.wandb:
         require_wandb()
-    # What can be wrong with a recipe shows here, before anything is written.
+    # A recipe whose files are missing fails here, before anything is written.
     ranks.raise_on_all(lambda: check_inputs(recipe))
     if resume and folder.finished:
-        # Before the run is made: it may have been one for another machine.
+        # Before the towers are built: this machine may not be able to train them.
         device = ranks.raise_on_all(lambda: choose_device(recipe.train.device, ranks))
         progress.say(f"{folder.root} is finished: nothing to resume")
         return finished_run(folder, device)
@@ -328,7 +328,7 @@ def share_terms(terms: Terms, ranks: Ranks) -> Terms:
 def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
     """Scores of the model as it is, under `evaluate/…`; random generators and the towers' mode stay as they are.
 
-    All ranks ask, and each embeds its share.
+    All ranks must call it, and each embeds its share.
     """
     with torch.random.fork_rng([state.device] if state.device.type == "cuda" else []), torch.no_grad():
         try:

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: `metrics.jsonl`, tensorboard and, if a recipe asks for it, Weights & Biases."""
+"""Where the metrics of a run go: `metrics.jsonl`, tensorboard and, where `train.wandb` is set, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, tensorboard: Path, after: int, also: Sequence[Sink] = ()):
-        # Imports half of tensorboard: only those who train pay for it.
+        # A slow import, which only training needs.
         from torch.utils.tensorboard import SummaryWriter
 
-        kept = [row for row in read_metrics(path) if row["step"] <= after] if after else []
-        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        rows = [row for row in read_metrics(path) if row["step"] <= after] if after else []
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1 if after else None)
         self._also = also
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the values of a step. The line reaches the file at once, so that a running run can be watched."""
+        """Log the values of a step. The line reaches the file at once, so that a running run can be watched."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():

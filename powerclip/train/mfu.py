@@ -12,8 +12,8 @@ from powerclip.objectives import build_objective
 from powerclip.train.recipe import Recipe
 from powerclip.train.towers import Towers
 
-# Dense bf16 with float32 sums, 10^12 operations a second, from the makers' data sheets. The first that a device's name
-# contains as words counts.
+# Dense bf16 with float32 sums, 10^12 operations a second, from the data sheets. The first key that occurs as a word in
+# the device's name counts.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "GH200": 989.0,
@@ -47,8 +47,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_flops_of(name: str) -> float | None:
-    """The same by the device's name."""
-    return next((1e12 * rate for known, rate in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+    """`peak_flops` by the device's name."""
+    return next((1e12 * rate for gpu, rate in PEAK_TFLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
 
 
 class Mfu:
@@ -60,25 +60,25 @@ class Mfu:
     def __init__(self, recipe: Recipe, device: torch.device, gpus: int = 1):
         self._recipe, self._gpus = recipe, gpus
         self._peak = peak_flops(device)
-        self._known: dict[int, float] = {}
+        self._operations: dict[int, float] = {}
 
     def read(self, samples_per_second: float, length: int) -> dict[str, float]:
         """`mfu` at this speed, with captions padded to `length` tokens; empty where the peak rate is not known."""
         if self._peak is None:
             return {}
-        if length not in self._known:
-            self._known[length] = operations(self._recipe, length)
-        return {"mfu": samples_per_second * self._known[length] / (self._gpus * self._peak)}
+        if length not in self._operations:
+            self._operations[length] = operations(self._recipe, length)
+        return {"mfu": samples_per_second * self._operations[length] / (self._gpus * self._peak)}
 
 
 def operations(recipe: Recipe, length: int) -> float:
-    """Floating-point operations of a pair's way through the towers of a recipe, forward and backward.
+    """Floating-point operations of the towers of a recipe for one pair, forward and backward.
 
     Counted with towers of the same structure but without weights: compiled or sharded ones cannot be counted.
     """
     try:
         return _operations_on(torch.device("meta"), recipe, length)
-    except RuntimeError:  # how many patches stay depends on the image: there must be one
+    except RuntimeError:  # the number of patches that are kept depends on the image, which meta tensors do not have
         return _operations_on(torch.device("cpu"), recipe, length)
 
 

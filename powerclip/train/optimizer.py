@@ -14,16 +14,16 @@ from powerclip.train.recipe import OptimSection
 def make_optimizer(modules: Iterable[nn.Module], optim: OptimSection) -> torch.optim.AdamW:
     """AdamW over all parameters; gains, biases and scales (everything below two axes) do not decay.
 
-    Each module has groups of its own, and so have single numbers: sharded towers cannot share a group with what is not
-    sharded, and a checkpoint fits both.
+    Each module has its own groups, and scalars have another: sharded and unsharded parameters cannot share a group. A
+    checkpoint fits both.
     """
     parameters = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-    matrices = [[p for p in own if p.ndim >= 2] for own in parameters]
-    vectors = [[p for p in own if p.ndim == 1] for own in parameters]
-    numbers = [p for own in parameters for p in own if p.ndim == 0]
+    matrices = [[p for p in module if p.ndim >= 2] for module in parameters]
+    vectors = [[p for p in module if p.ndim == 1] for module in parameters]
+    scalars = [p for module in parameters for p in module if p.ndim == 0]
     groups = [
-        *({"params": own, "weight_decay": optim.weight_decay} for own in matrices),
-        *({"params": own, "weight_decay": 0.0} for own in [*vectors, numbers]),
+        *({"params": group, "weight_decay": optim.weight_decay} for group in matrices),
+        *({"params": group, "weight_decay": 0.0} for group in [*vectors, scalars]),
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

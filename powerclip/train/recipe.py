@@ -106,7 +106,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How long, on what, and what is written down on the way."""
+    """The length of the run, its hardware, and what it logs and keeps."""
 
     steps: PositiveInt = 1000  # updates of the run
     epochs: PositiveFloat | None = None  # instead of steps: passes over the data
@@ -176,16 +176,16 @@ class Recipe:
 
     @property
     def reads_trees(self) -> bool:
-        """Whether the trees of captions are looked at. The other objectives see no phrases."""
+        """Whether training uses the trees of captions. The other objectives have no phrases."""
         return self.objective == "powerclip" and self.alignment.parse_trees
 
     @property
     def reads_masks(self) -> bool:
-        """Whether stored masks are looked at. The other objectives see no regions."""
+        """Whether training uses stored masks. The other objectives have no regions."""
         return self.objective == "powerclip" and self.regions.kind == "segments"
 
 
-# What may change between the parts of one run: it steers how the run is watched, not what it computes.
+# Settings that may change when a run is resumed: they do not decide what it computes.
 FREE_ON_RESUME = frozenset(
     {
         "data.workers",
@@ -261,19 +261,19 @@ def steps_of(epochs: float, steps_per_epoch: int) -> int:
 
 def find_recipe(name: str | Path) -> Path:
     """A recipe's file: the path as given, else a recipe that ships with the package (`quickstart/clip`)."""
-    given = Path(name)
-    if given.is_file():
-        return given
-    if given.is_dir():
-        raise UserError(f"recipe {given} is a folder; name a .yaml file in it")
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UserError(f"recipe {path} is a folder; name a .yaml file in it")
     shipped = shipped_recipes()
     # `recipes/quickstart/clip.yaml` is how the repository spells it; it should work from anywhere.
-    parts = given.parts[1:] if given.parts[:1] == ("recipes",) else given.parts
+    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     key = Path(*parts).with_suffix("").as_posix() if parts else ""
     if key in shipped:
         return shipped[key]
     hint = nearest(key, list(shipped)) or (f"; shipped: {', '.join(shipped)}" if shipped else "")
-    raise UserError(f"no recipe file {given}{hint}")
+    raise UserError(f"no recipe file {path}{hint}")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -290,12 +290,12 @@ def shipped_recipes() -> dict[str, Path]:
 def _layers(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The chain of files that `path` extends, the farthest first, each with its own values."""
     layers: list[tuple[Path, dict[str, Any]]] = []
-    seen: list[Path] = []
+    visited: list[Path] = []
     while True:
-        if path.resolve() in seen:
+        if path.resolve() in visited:
             chain = " → ".join(file.name for file, _ in reversed(layers))
             raise UserError(f"{path}: recipes extend each other in a circle ({path.name} → {chain})")
-        seen.append(path.resolve())
+        visited.append(path.resolve())
         values = _read(path)
         parent = values.pop("extends", None)
         layers.insert(0, (path, values))
@@ -349,10 +349,10 @@ def _check_length(layer: Mapping[str, Any], where: str) -> None:
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
     merged = dict(below)
     if top and isinstance(below.get("train"), dict) and "steps" in above.get("train", {}):
-        # Steps and epochs both say how long; the upper layer's word counts.
+        # Steps and epochs both set the length: the upper layer decides.
         merged["train"] = {key: value for key, value in below["train"].items() if key != "epochs"}
     for key, value in above.items():
-        # A preset is a place to start from: what was set before it does not survive it.
+        # A preset sets all of them: it replaces what lower layers have set.
         fresh = top and key == "alignment" and "preset" in value
         if not fresh and isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge(merged[key], value, top=False)
@@ -384,17 +384,17 @@ def _with_length(recipe: Recipe) -> TrainSection:
     return replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
 
 
-def _objective_settings(objective: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What is given, checked against the objective's own settings, with their defaults for the rest."""
+def _objective_settings(objective: str, settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings, checked against those that the objective has, with defaults for the rest."""
     from powerclip.objectives import SETTINGS
 
     if objective in SETTINGS:
         kind = SETTINGS[objective]
-        built: Any = build(kind, check(given, kind, where, "objective_settings"))
+        built: Any = build(kind, check(settings, kind, where, "objective_settings"))
         return asdict(built)
-    if given:
+    if settings:
         other = "; its settings are under 'alignment'" if objective == "powerclip" else ""
-        raise UserError(f"{where}: objective {objective} has no objective_settings.{next(iter(given))}{other}")
+        raise UserError(f"{where}: objective {objective} has no objective_settings.{next(iter(settings))}{other}")
     return {}
 
 

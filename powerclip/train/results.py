@@ -23,7 +23,7 @@ class OutdatedResults(UserError):
 
 @dataclass(frozen=True)
 class Results:
-    """What a finished run has to show."""
+    """The results of a finished run."""
 
     steps: int
     seconds: float  # of the process that finished the run
@@ -34,7 +34,7 @@ class Results:
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     write_atomic(path, (json.dumps(asdict(results), indent=1) + "\n").encode())
 
 

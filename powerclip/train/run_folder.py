@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and when a run may begin, continue or replace another."""
+"""The folder of a run: its files, and when a run may begin, continue or replace another."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunFolder:
         return self.results.is_file()
 
     def check_free(self, *, overwrite: bool) -> None:
-        """UserError when something is there that a new run must not replace."""
+        """UserError when the folder holds something that a new run must not replace."""
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{self.root} is a file; choose another --output folder")
         if not self.root.is_dir() or not any(self.root.iterdir()):
@@ -72,9 +72,9 @@ class RunFolder:
             raise UserError(f"{self.root} is not empty and not a run; choose another --output folder")
         if not overwrite:
             state = "a finished" if self.finished else "an unfinished"
-            ways = "" if self.finished else "--resume to continue it, "
+            resume = "" if self.finished else "--resume to continue it, "
             raise UserError(
-                f"{self.root} holds {state} run; use {ways}--overwrite to replace it, or another --output folder"
+                f"{self.root} holds {state} run; use {resume}--overwrite to replace it, or another --output folder"
             )
 
     def begin(self, recipe: Recipe) -> None:

@@ -45,9 +45,9 @@ class TrainState:
         return trained
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must ask."""
+        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must call it."""
         cuda = self.device.type == "cuda"
-        # Nothing in a step draws from these: they are kept for what an objective of one's own may do.
+        # No step draws from these: they are saved for custom objectives, which may.
         generators = {
             "python": random.getstate(),
             "torch": torch.get_rng_state(),
@@ -69,11 +69,11 @@ class TrainState:
         self.step = saved["step"]
         if len(saved["random"]) != self.ranks.count:
             return
-        own = saved["random"][self.ranks.rank]
-        random.setstate(own["python"])
-        torch.set_rng_state(own["torch"])
-        if self.device.type == "cuda" and own["cuda"] is not None:
-            torch.cuda.set_rng_state(own["cuda"], self.device)
+        generators = saved["random"][self.ranks.rank]
+        random.setstate(generators["python"])
+        torch.set_rng_state(generators["torch"])
+        if self.device.type == "cuda" and generators["cuda"] is not None:
+            torch.cuda.set_rng_state(generators["cuda"], self.device)
 
 
 def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
@@ -89,7 +89,7 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     if settings.checkpoint_activations:
         encoder.clip.set_grad_checkpointing(True)
     if encoder.clip.logit_bias is not None:
-        # A sigmoid loss's: no objective here has a use for it, and ranks would wait for its gradient.
+        # Only a sigmoid loss uses it: it gets no gradient here, and DDP would wait for one.
         encoder.clip.logit_bias.requires_grad_(False)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)

@@ -33,9 +33,9 @@ class StepTimer:
         self._waited = 0.0
 
     def time_batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, the time it takes to get each of them noted.
+        """The same batches; the time that it takes to get each of them is added up.
 
-        With a GPU that still works on earlier steps not all of it is lost: the share is an upper bound.
+        A GPU may still be busy with earlier steps meanwhile: the share is an upper bound of what is lost.
         """
         source = iter(batches)
         while True:
@@ -60,18 +60,18 @@ class StepTimer:
         """`samples_per_second` and `data_wait`, a share of the time, since the last reading."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        found = {
+        rates = {
             "samples_per_second": (step - self._step) * self._batch_size / seconds,
             "data_wait": min(1.0, self._waited / seconds),
         }
         self._since, self._step, self._waited = now, step, 0.0
-        return found
+        return rates
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:
     """Means over the captions and regions of a batch, as they are logged under `batch/…`.
 
-    Reads back from the GPU: for steps that are logged.
+    Needs a device sync: only for steps that are logged.
     """
     phrases, pairs = batch.phrases, max(1, len(batch))
     return {
@@ -85,17 +85,17 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
 
 def memory(device: torch.device) -> dict[str, float]:
     """GiB: of this process in host memory, and the most on its GPU since the start."""
-    found = {}
+    gib = {}
     resident = resident_bytes()
     if resident is not None:
-        found["host_gib"] = resident / 2**30
+        gib["host_gib"] = resident / 2**30
     if device.type == "cuda":
-        found["gpu_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    return found
+        gib["gpu_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return gib
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """Resident memory of a process; None where the system does not say."""
+    """Resident memory of a process; None where the system has no /proc."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -118,7 +118,7 @@ class CollapseDetector:
         self._warned = False
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Remember the logged parts of a step. Nothing is read back from the GPU here."""
+        """Remember the logged parts of a step, without a device sync."""
         if "violation" in parts and "empty" in parts:
             self._recent.append(torch.minimum(parts["violation"], parts["empty"]))
 

@@ -77,7 +77,7 @@ class Towers(nn.Module):
             return Plan()
         noise = draw_uniform((len(images), *shape), images.device, generator, ranks)
         plan: Callable[..., Plan] = type(self.objective).plan
-        # Compiled, as some methods look at every pair of an image's patches.
+        # Compiled, as some methods compare all pairs of an image's patches.
         plan = plan if self.compile_mode == "none" or self._sharded else compiled(plan)
         with self._autocast(images.device):
             return plan(self.objective, self.encoder, images, noise, ranks)
@@ -112,7 +112,7 @@ class Towers(nn.Module):
 def make_towers(
     settings: TrainSection, objective: Objective, encoder: DualEncoder, device: torch.device, ranks: Ranks
 ) -> Towers:
-    """The towers as a recipe's settings ask for them."""
+    """The towers for a recipe's settings."""
     sharded = settings.sharding == "full" and not ranks.is_single
     mode: CompileMode = "towers" if is_compiled(settings, device) else "none"
     if mode == "towers" and (sharded or settings.compile == "blocks"):
@@ -136,7 +136,7 @@ def is_compiled(settings: TrainSection, device: torch.device) -> bool:
 def compiled(function: Callable[..., Any], *, graphs: bool = False) -> Callable[..., Any]:
     """The function, compiled once for a process: later runs with towers of the same structure find it warm.
 
-    As CUDA `graphs` it is replayed, one graph for each shape: the host launches a few things instead of thousands.
+    As CUDA `graphs` it is replayed, one graph for each shape: a few launches instead of thousands.
     """
     return compile_shapes(function, mode="reduce-overhead" if graphs else None)
 
