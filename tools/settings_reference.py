@@ -157,18 +157,18 @@ def descriptions(cls: type) -> dict[str, str]:
         if token.type == tokenize.COMMENT
     }  # line → comment, whether it has the line to itself
     (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    found: dict[str, str] = {}
+    described: dict[str, str] = {}
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert node.end_lineno is not None
             if node.end_lineno in comments:
-                found[node.target.id] = comments[node.end_lineno][0]
+                described[node.target.id] = comments[node.end_lineno][0]
             else:
-                found[node.target.id] = " ".join(_above(node.lineno, comments))
+                described[node.target.id] = " ".join(_above(node.lineno, comments))
     for field in dataclasses.fields(cls):
-        if not found.get(field.name):
+        if not described.get(field.name):
             raise SystemExit(f"{cls.__name__}.{field.name} has no description: write a comment behind it")
-    return found
+    return described
 
 
 def _above(line: int, comments: dict[int, tuple[str, bool]]) -> Iterator[str]:

@@ -72,9 +72,9 @@ def attend_in_groups(packed: Tensor, lengths: Tensor) -> Tensor:
         q, k, v = packed.flatten(0, 1).unbind(1)
         return varlen_attn(q, k, v, bounds, bounds, total, total).unflatten(0, (count, -1))  # type: ignore[union-attr]
     first = torch.arange(total, device=packed.device) < lengths.unsqueeze(-1)  # [C, N]
-    together = (first.unsqueeze(1) == first.unsqueeze(2)).unsqueeze(1)
+    same_group = (first.unsqueeze(1) == first.unsqueeze(2)).unsqueeze(1)
     q, k, v = packed.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, together).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, same_group).transpose(1, 2)
 
 
 def use_packed_attention(towers: nn.Module) -> None:

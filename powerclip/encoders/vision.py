@@ -55,8 +55,8 @@ def dropout_selector(visual: Any) -> RandomPatches | None:
 def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
     """The class token [C, 1, D] and the patches [C, N, D], embedded, with their positions, before ln_pre."""
     if tuple(images.shape[-2:]) != tuple(visual.image_size):
-        found, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
-        raise UserError(f"images are {found} pixels, the model reads {expected}: set the data's image size to match")
+        actual, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
+        raise UserError(f"images are {actual} pixels, the model reads {expected}: set the data's image size to match")
     patches = (
         conv_as_linear(visual.conv1, images) if images.is_cuda else visual.conv1(images).flatten(2).transpose(1, 2)
     )
@@ -87,8 +87,8 @@ def forward_image(
     first, patches = embed_image(visual, images)
     selection, shown, mask = None, None, None
     if selector is not None:
-        chosen = selector(PatchContext(images, patches))
-        selection = chosen if isinstance(chosen, Selection) else Selection(chosen)
+        selected = selector(PatchContext(images, patches))
+        selection = selected if isinstance(selected, Selection) else Selection(selected)
         by_length = selection.shown is not None and _takes_lengths(visual, selection.kept.shape[1])
         selection = shown_first(selection) if by_length else selection
         shown = selection.shown

@@ -38,8 +38,8 @@ def find_weights(directory: Path) -> Path:
         return others[0]
     if not others:
         raise UserError(f"{directory}: no weights beside the config, expected {WEIGHT_FILES[0]}")
-    found = ", ".join(path.name for path in others)
-    raise UserError(f"{directory}: several files could be the weights ({found}): rename one to {WEIGHT_FILES[0]}")
+    names = ", ".join(path.name for path in others)
+    raise UserError(f"{directory}: several files could be the weights ({names}): rename one to {WEIGHT_FILES[0]}")
 
 
 def download(pretrained: dict[str, Any], what: str) -> Path:
@@ -75,10 +75,10 @@ def load_weights(clip: nn.Module, path: Path, source: str, *, convert: bool = Fa
     weights = _read(path)
     if "positional_embedding" in weights and hasattr(clip, "text"):
         weights = convert_to_custom_text_state_dict(weights)
-    own = clip.state_dict()
+    state = clip.state_dict()
     for name in ("logit_scale", "logit_bias"):  # stored as a scalar or as a vector of one
-        if name in weights and name in own and weights[name].numel() == own[name].numel():
-            weights[name] = weights[name].reshape(own[name].shape)
+        if name in weights and name in state and weights[name].numel() == state[name].numel():
+            weights[name] = weights[name].reshape(state[name].shape)
     differences = _differences(clip, weights)
     if differences:
         raise UserError(f"{path}: these weights do not fit {source}: {differences}")
@@ -99,19 +99,19 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _differences(clip: nn.Module, weights: dict[str, Tensor]) -> str:
     """What keeps `weights` from being `clip`'s, in a few words; empty when nothing does."""
-    own = clip.state_dict()
-    found = []
-    missing = [name for name in own if name not in weights]
-    foreign = [name for name in weights if name not in own]
-    wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    state = clip.state_dict()
+    differences = []
+    missing = [name for name in state if name not in weights]
+    foreign = [name for name in weights if name not in state]
+    wrong = [name for name in state if name in weights and state[name].shape != weights[name].shape]
     if missing:
-        found.append(f"{len(missing)} missing (first {missing[0]})")
+        differences.append(f"{len(missing)} missing (first {missing[0]})")
     if foreign:
-        found.append(f"{len(foreign)} unknown (first {foreign[0]})")
+        differences.append(f"{len(foreign)} unknown (first {foreign[0]})")
     if wrong:
         name = wrong[0]
-        found.append(
+        differences.append(
             f"{len(wrong)} of another shape (first {name}: {list(weights[name].shape)} in the file, "
-            f"{list(own[name].shape)} by the config)"
+            f"{list(state[name].shape)} by the config)"
         )
-    return ", ".join(found)
+    return ", ".join(differences)

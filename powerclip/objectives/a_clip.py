@@ -104,11 +104,11 @@ def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = S
         raise ValueError(f"views {list(one.shape)} and {list(other.shape)} are no pairs")
     one, other = (F.normalize(view.float(), dim=-1) for view in (one, other))
     views = torch.cat([ranks.gather(one), ranks.gather(other)])
-    own = torch.arange(len(one), device=one.device) + ranks.rows(len(one)).start
-    itself = torch.cat([own, own + len(views) // 2])
+    rows = torch.arange(len(one), device=one.device) + ranks.rows(len(one)).start
+    self_index = torch.cat([rows, rows + len(views) // 2])
     logits = torch.cat([one, other]) @ views.T / temperature
-    logits = logits.scatter(1, itself.unsqueeze(-1), float("-inf"))
-    return F.cross_entropy(logits, itself.roll(len(one)))
+    logits = logits.scatter(1, self_index.unsqueeze(-1), float("-inf"))
+    return F.cross_entropy(logits, self_index.roll(len(one)))
 
 
 def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:

@@ -43,13 +43,13 @@ class MaskedClip(Clip):
     def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Choose the patches that stay; one threshold for the images of all ranks."""
         near, protected = [], []
-        for some, drawn in zip(images.split(BLOCK), noise[:, 0].split(BLOCK), strict=True):
-            _, patches = embed_image(encoder.clip.visual, some)
-            similar, spared = self.score_patches(PatchContext(some, patches), encoder.grid, drawn)
-            near.append(similar)
-            protected += [] if spared is None else [spared]
-        chosen = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
-        return Plan(kept=chosen.kept, shown=chosen.shown)
+        for block, block_noise in zip(images.split(BLOCK), noise[:, 0].split(BLOCK), strict=True):
+            _, patches = embed_image(encoder.clip.visual, block)
+            similarity, block_protected = self.score_patches(PatchContext(block, patches), encoder.grid, block_noise)
+            near.append(similarity)
+            protected += [] if block_protected is None else [block_protected]
+        selection = self.choose(torch.cat(near), torch.cat(protected) if protected else None, noise[:, 1], ranks)
+        return Plan(kept=selection.kept, shown=selection.shown)
 
     def choose(self, near: Tensor, protected: Tensor | None, noise: Tensor, ranks: Ranks = SINGLE) -> Selection:
         """The patches that are far from every anchor."""
@@ -158,8 +158,8 @@ def mask_near(
     best = order.topk(keep, dim=1, largest=False).indices
     shown = ~masked.gather(1, best)
     shown = torch.cat([torch.ones_like(shown[:, :1]), shown[:, 1:]], dim=1)
-    kept, place = best.sort(dim=1)
-    return Selection(kept, shown.gather(1, place))
+    kept, positions = best.sort(dim=1)
+    return Selection(kept, shown.gather(1, positions))
 
 
 def search_threshold(near: Tensor, least: int, ratio: float) -> Tensor:

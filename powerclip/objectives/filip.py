@@ -85,11 +85,11 @@ def filip_loss(
     count = len(patches)
     if not ranks.is_single:
         # Captions are only as long as the longest of their own rank.
-        found = ranks.numbers(real.shape[1], *group_lengths(lengths or [real.shape[1]] * count))
-        missing = max(size for size, *_ in found) - real.shape[1]
+        rank_lengths = ranks.numbers(real.shape[1], *group_lengths(lengths or [real.shape[1]] * count))
+        missing = max(size for size, *_ in rank_lengths) - real.shape[1]
         unit_words = ranks.gather(F.pad(unit_words, (0, 0, 0, missing)))
         real = ranks.gather(F.pad(real, (0, missing)))
-        lengths = [length for _, *groups in found for length in expand_lengths(groups, count)]
+        lengths = [length for _, *groups in rank_lengths for length in expand_lengths(groups, count)]
     image_to_text, text_to_image = late_interaction(unit_patches, unit_words, real, lengths)  # [images, captions] both
     labels = torch.arange(count, device=real.device) + ranks.rows(count).start
     # A caption's images lie in a column, which crosses all ranks.

@@ -53,19 +53,19 @@ def late_interaction(
     if lengths and len(lengths) != captions:
         raise ValueError(f"{len(lengths)} lengths for {captions} captions")
     groups = _groups(lengths or [longest] * captions, longest)
-    place = torch.arange(longest, device=real.device)
+    positions = torch.arange(longest, device=real.device)
     # By the last token that counts. Any order of `lengths` will do: if they are bounds, they still are when both are
     # sorted.
-    order = torch.where(real, place, 0).amax(1).argsort()
+    order = torch.where(real, positions, 0).amax(1).argsort()
     share = _pack((real.float() / real.sum(dim=1, keepdim=True))[order], groups)
     torch._assert_async((share > 0).sum() == real.sum(), "captions are longer than `lengths` say")
     # A token that does not count becomes a copy of one that does: no maximum changes and nothing has to be masked.
-    stand_in = torch.where(real, place, real.int().argmax(1, keepdim=True))
+    stand_in = torch.where(real, positions, real.int().argmax(1, keepdim=True))
     source = _pack(stand_in[order] + longest * order.unsqueeze(1), groups)
     packed = words.flatten(0, 1).index_select(0, source)
     image_to_text, text_to_image = _LateInteraction.apply(patches, packed, share, groups)  # type: ignore[no-untyped-call]
-    back = order.argsort()
-    return image_to_text.index_select(1, back), text_to_image.index_select(1, back)
+    inverse = order.argsort()
+    return image_to_text.index_select(1, inverse), text_to_image.index_select(1, inverse)
 
 
 def group_lengths(lengths: Sequence[int]) -> list[int]:

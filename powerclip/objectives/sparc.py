@@ -82,12 +82,12 @@ def sparc_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor) -> T
     grouped = group_patches(words, patches.float())
     logits = scale * F.normalize(grouped, dim=-1) @ F.normalize(words, dim=-1).transpose(1, 2)  # [C, L, L]
     lowest = torch.finfo(logits.dtype).min  # not −inf: a padded row would be NaN, and its gradient with it
-    pulled = torch.zeros((), device=logits.device)
+    loss = torch.zeros((), device=logits.device)
     for part in (logits, logits.transpose(1, 2)):
-        chances = part.masked_fill(~real.unsqueeze(1), lowest).log_softmax(dim=-1).diagonal(dim1=1, dim2=2)
-        own = torch.where(real, chances, 0.0).sum(dim=1) / real.sum(dim=1)
-        pulled = pulled - own.mean()
-    return pulled / 2
+        log_probs = part.masked_fill(~real.unsqueeze(1), lowest).log_softmax(dim=-1).diagonal(dim1=1, dim2=2)
+        log_likelihood = torch.where(real, log_probs, 0.0).sum(dim=1) / real.sum(dim=1)
+        loss = loss - log_likelihood.mean()
+    return loss / 2
 
 
 class Sparc(Objective):

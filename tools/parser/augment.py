@@ -10,17 +10,17 @@ _HYPHEN = "HYPH"
 
 
 def augment(sentence: Sentence, draw: random.Random) -> Sentence:
-    """The same tree as it might stand under a image; most sentences stay as they are."""
+    """The same tree as a caption might be written; most sentences stay as they are."""
     if draw.random() < 0.5:
         sentence = join_hyphens(sentence)
     if draw.random() < 0.2:
         sentence = drop_full_stop(sentence)
-    words, luck = sentence.words, draw.random()
-    if luck < 0.15:
+    words, casing = sentence.words, draw.random()
+    if casing < 0.15:
         words = tuple(word.lower() for word in words)
-    elif luck < 0.19:
+    elif casing < 0.19:
         words = tuple(word.title() if len(word) > 1 else word.upper() for word in words)
-    elif luck < 0.21:
+    elif casing < 0.21:
         words = tuple(word.upper() for word in words)
     return Sentence(words, sentence.tags, sentence.spans, sentence.document)
 
@@ -33,21 +33,21 @@ def join_hyphens(sentence: Sentence) -> Sentence:
     edges = {edge for first, end, _ in sentence.spans for edge in (first, end)}
     words: list[str] = []
     tags: list[str] = []
-    place = []  # new position of each old word's left edge
+    position_of = []  # new position of each old word's left edge
     glue = False
     for at, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True)):
         starts_join = tag == _HYPHEN and 0 < at < len(sentence.words) - 1 and not {at, at + 1} & edges
         if glue or (starts_join and words):
-            place.append(len(words) - 1)
+            position_of.append(len(words) - 1)
             words[-1] += word
             tags[-1] = tag if glue else tags[-1]
         else:
-            place.append(len(words))
+            position_of.append(len(words))
             words.append(word)
             tags.append(tag)
         glue = starts_join
-    place.append(len(words))
-    spans = tuple((place[first], place[end], label) for first, end, label in sentence.spans)
+    position_of.append(len(words))
+    spans = tuple((position_of[first], position_of[end], label) for first, end, label in sentence.spans)
     return Sentence(tuple(words), tuple(tags), spans, sentence.document)
 
 

@@ -44,13 +44,13 @@ class Score:
 
     def add(self, guess: Spans, gold: Spans, tags: Sequence[str]) -> None:
         """Count one sentence, whose words have the gold `tags`."""
-        found, truth = _brackets(guess, tags), _brackets(gold, tags)
+        guessed, expected = _brackets(guess, tags), _brackets(gold, tags)
         for kind in KINDS:
-            self.agree[kind] += (found[kind] & truth[kind]).total()
-            self.guessed[kind] += found[kind].total()
-            self.right[kind] += truth[kind].total()
+            self.agree[kind] += (guessed[kind] & expected[kind]).total()
+            self.guessed[kind] += guessed[kind].total()
+            self.right[kind] += expected[kind].total()
         self.sentences += 1
-        self.exact += found["labelled"] == truth["labelled"]
+        self.exact += guessed["labelled"] == expected["labelled"]
 
     def f1(self, kind: str) -> float:
         """F1 in percent; 0 when there is nothing to count."""
@@ -92,14 +92,14 @@ def _brackets(spans: Spans, tags: Sequence[str]) -> dict[str, Counter[tuple[int,
 
 def parse_words(model: ParserModel, sentences: Sequence[Sentence]) -> list[list[tuple[int, int, str]]]:
     """The model's spans for the words of `sentences`, with the labels of whole unary chains."""
-    found: list[list[tuple[int, int, str]]] = [[] for _ in sentences]
+    parsed: list[list[tuple[int, int, str]]] = [[] for _ in sentences]
     labels = model.lexicon.labels
     for phrases in model.phrases([sentence.words for sentence in sentences]):
         bounds = phrases.bounds.tolist()
         spans = list(zip(phrases.firsts.tolist(), phrases.ends.tolist(), phrases.labels.tolist(), strict=True))
         for at, number in enumerate(phrases.sentences.tolist()):
-            found[number] = [(first, end, labels[label]) for first, end, label in spans[bounds[at] : bounds[at + 1]]]
-    return found
+            parsed[number] = [(first, end, labels[label]) for first, end, label in spans[bounds[at] : bounds[at + 1]]]
+    return parsed
 
 
 def evaluate(model: ParserModel, sentences: Sequence[Sentence]) -> Score:
@@ -129,10 +129,10 @@ def raw_score(parser: Parser, sentences: Sequence[Sentence]) -> Score:
     texts = [detokenize(sentence) for sentence in sentences]
     score = Score()
     parsed = parser.parse([text for text, _ in texts])
-    for sentence, (_, offsets), found in zip(sentences, texts, parsed, strict=True):
+    for sentence, (_, offsets), tree in zip(sentences, texts, parsed, strict=True):
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         guess = {}
-        for span in found.spans:
+        for span in tree.spans:
             guess[bisect_right(starts, span.start) - 1, bisect_left(ends, span.end) + 1] = span.label
         gold = [(first, end, chain.rsplit("+", 1)[-1]) for first, end, chain in sentence.spans]
         score.add([(*span, label) for span, label in guess.items()], gold, sentence.tags)

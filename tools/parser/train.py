@@ -213,14 +213,14 @@ class Trainer:
         table[:, 0] = 0  # and row 0 the begin mark
         for row, example in zip(table, batch, strict=True):
             row[1 : len(example.rows) + 1] = torch.tensor(example.rows)
-        rows, place = table.unique(return_inverse=True)
+        rows, inverse = table.unique(return_inverse=True)
         vocabulary = torch.tensor([self.lexicon.vocabulary_of[row] for row in rows.tolist()], device=self.device)
         pieces, offsets = self.lexicon.pieces(rows.tolist())
-        place = place.to(self.device)
-        words = vocabulary[place]
+        inverse = inverse.to(self.device)
+        words = vocabulary[inverse]
         words = words.masked_fill(torch.rand(words.shape, device=self.device) < self.rare[words], UNKNOWN)
         spelled = self.network.pieces(pieces.to(self.device), offsets.to(self.device))
-        return torch.cat([self.network.word(words), spelled[place]], dim=-1)
+        return torch.cat([self.network.word(words), spelled[inverse]], dim=-1)
 
     def _tag_loss(self, states: Tensor, batch: list[Example]) -> Tensor:
         """Cross-entropy of the tags, summed over each sentence."""
@@ -266,8 +266,8 @@ def train(
     final = ParserModel(best_weights.half().float(), _fresh(trainer.lexicon), device)
     card: dict[str, object] = {
         "settings": dataclasses.asdict(settings),
-        "sentences": {f"gold {part}": len(found) for part, found in gold.items()}
-        | {f"silver {part}": len(found) for part, found in captions.items()},
+        "sentences": {f"gold {part}": len(sentences) for part, sentences in gold.items()}
+        | {f"silver {part}": len(sentences) for part, sentences in captions.items()},
         "parameters": sum(parameter.numel() for parameter in final.network.parameters()),
         "words": len(trainer.lexicon.words),
         "labels": len(trainer.lexicon.labels),
