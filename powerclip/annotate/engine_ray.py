@@ -57,11 +57,11 @@ class ShardActor:
         self._annotator: Any = None
 
     def ready(self) -> None:
-        """Answer: this actor has found its place."""
+        """Return once the actor runs."""
 
     def annotate(self, shard: str) -> ShardResult:
         """Bring the sidecar of a shard up to date."""
-        if self._annotator is None:  # here, so that what is wrong with the job comes back as its own error
+        if self._annotator is None:  # loaded here, so that an error of the job is raised as itself
             self._annotator = self._job.load()
         return self._annotator.annotate(shard)
 

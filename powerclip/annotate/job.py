@@ -37,7 +37,7 @@ class Job:
         threads = max(1, (os.cpu_count() or 1) // workers)
         import torch
 
-        if "OMP_NUM_THREADS" not in os.environ:  # who sets it means it
+        if "OMP_NUM_THREADS" not in os.environ:  # a value that the user set is left as it is
             torch.set_num_threads(threads)
         device = self._device(worker)
         if self.kind == "trees":

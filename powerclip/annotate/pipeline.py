@@ -74,7 +74,7 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
 
     @abstractmethod
     def read_old(self, path: Path) -> Old:
-        """The sidecar that is there."""
+        """The existing sidecar."""
 
     @abstractmethod
     def new_rows(self) -> Rows:

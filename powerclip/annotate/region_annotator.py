@@ -37,7 +37,7 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
         self._segmenter, self._pool = segmenter, ThreadPoolExecutor(threads)
 
     def read_old(self, path: Path) -> RegionSidecar:
-        """The masks that are there."""
+        """The masks of the existing sidecar."""
         return read_regions(path)
 
     def new_rows(self) -> RegionRows:
@@ -50,29 +50,29 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
         """Segment some images, but for those whose masks are known."""
         files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.image, numbers)]
         keys = [index.keys[number] for number in numbers]
-        found: dict[int, tuple[list[bytes], str | None]] = {}
+        results: dict[int, tuple[list[bytes], str | None]] = {}
         for at, (key, data) in enumerate(zip(keys, files, strict=True)):
             packed = Miss.NO_ROW if old is None else old.packed(key, data)
             if not isinstance(packed, Miss) and old is not None:
-                found[at] = packed, old.fallback(key)
-        kept = len(found)
+                results[at] = packed, old.fallback(key)
+        kept = len(results)
         images = []
-        for at, pixels in self._decoded([at for at in range(len(files)) if at not in found], files):
+        for at, pixels in self._decoded([at for at in range(len(files)) if at not in results], files):
             if pixels is None:
-                found[at] = [], NOT_READABLE
+                results[at] = [], NOT_READABLE
             else:
                 images.append((at, SegmenterImage(keys[at], pixels)))
         masks = self._segment([image for _, image in images])
-        for (at, _), one in zip(images, masks, strict=True):
-            if one is None or not len(one):
-                found[at] = [], FAILED if one is None else NO_REGION
+        for (at, _), image_masks in zip(images, masks, strict=True):
+            if image_masks is None or not len(image_masks):
+                results[at] = [], FAILED if image_masks is None else NO_REGION
             else:
-                found[at] = [pack_mask(mask) for mask in one], None
+                results[at] = [pack_mask(mask) for mask in image_masks], None
         for at, (key, data) in enumerate(zip(keys, files, strict=True)):
             rows.key.append(key)
             rows.image.append(content_hash(data))
-            rows.masks.append(found[at][0])
-            rows.fallback.append(found[at][1])
+            rows.masks.append(results[at][0])
+            rows.fallback.append(results[at][1])
         return kept
 
     def _decoded(
@@ -87,11 +87,11 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
         except Exception:
             if len(images) == 1:
                 return [None]
-            alone = [one for image in images for one in self._segment([image])]
-            if all(one is None for one in alone):
+            results = [masks for image in images for masks in self._segment([image])]
+            if all(masks is None for masks in results):
                 raise
-            return alone
+            return results
 
     def summarise(self, rows: RegionRows) -> tuple[int, int, Counter[str]]:
-        """Masks, nothing, and images without masks by reason."""
+        """Masks, phrases (none), and images without masks by reason."""
         return sum(map(len, rows.masks)), 0, Counter(reason for reason in rows.fallback if reason is not None)

@@ -78,18 +78,19 @@ def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
     Raises:
         UserError: a remote shard without a folder for sidecars, or two shards with one sidecar.
     """
-    taken: dict[str, str] = {}
+    shard_of: dict[str, str] = {}
     for shard in shards:
         if sidecars is None:
             if is_url(shard):
                 raise UserError(f"{shard} is not a local file: give --sidecars DIR, a folder for its annotations")
             continue
         name = PurePosixPath(shard).name
-        if name in taken:
+        if name in shard_of:
             raise UserError(
-                f"{taken[name]} and {shard} would have the same sidecar in {sidecars}: annotate them into two folders"
+                f"{shard_of[name]} and {shard} would have the same sidecar in {sidecars}: "
+                "annotate them into two folders"
             )
-        taken[name] = shard
+        shard_of[name] = shard
 
 
 def _expand(line: str) -> list[str]:
@@ -109,10 +110,10 @@ def _expand(line: str) -> list[str]:
             shards.append(url)
             continue
         system, path = _file_system(url)
-        found = [system.unstrip_protocol(match) for match in sorted(system.glob(path))]
-        if not found:
+        matches = [system.unstrip_protocol(match) for match in sorted(system.glob(path))]
+        if not matches:
             raise UserError(f"nothing matches {url}")
-        shards += found
+        shards += matches
     return shards
 
 

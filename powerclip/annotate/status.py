@@ -1,4 +1,4 @@
-"""`powerclip annotate status`: how much of a corpus is annotated, by whom, with which gaps, and what it weighs."""
+"""`powerclip annotate status`: how much of a corpus is annotated, by which annotators, and how large sidecars are."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Coverage:
         yield f"  {self.samples:,} samples, {items}"
         of = self.items if self.kind == "trees" else self.samples
         what = "flat trees" if self.kind == "trees" else "samples without masks"
-        fallen = sum(self.fallbacks.values())
+        total = sum(self.fallbacks.values())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.fallbacks.most_common())
-        yield f"  {what}: {fallen:,} ({_percent(100 * fallen / max(1, of))})" + (f": {reasons}" if reasons else "")
+        yield f"  {what}: {total:,} ({_percent(100 * total / max(1, of))})" + (f": {reasons}" if reasons else "")
         if self.left_out:
             left_out = ", ".join(f"{count:,} with {reason}" for reason, count in self.left_out.most_common())
             yield f"  samples left out: {left_out}"
@@ -82,7 +82,7 @@ def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Co
     Raises:
         UserError: there is nothing of any of them.
     """
-    found = []
+    coverages = []
     for kind in KINDS:
         coverage = Coverage(kind, len(shards))
         for shard in shards:
@@ -97,16 +97,16 @@ def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Co
             try:
                 changed = fingerprint(shard) != info.fingerprint
             except OSError:
-                changed = False  # the annotations are good; that the tar is away is another matter
+                changed = False  # a missing tar does not make its annotations stale
             if changed:
                 coverage.stale["tar changed"] += 1
             else:
                 coverage.add(info, path.stat().st_size)
-        found.append(coverage)
-    known = any(coverage.annotated or coverage.stale for coverage in found)
-    if not known and not any(is_url(shard) or Path(shard).exists() for shard in shards):
+        coverages.append(coverage)
+    annotated = any(coverage.annotated or coverage.stale for coverage in coverages)
+    if not annotated and not any(is_url(shard) or Path(shard).exists() for shard in shards):
         raise UserError(f"there is neither {shards[0]} nor a sidecar of it{' or of the others' * (len(shards) > 1)}")
-    return found
+    return coverages
 
 
 def cover_folder(folder: Path) -> list[Coverage]:
@@ -130,7 +130,7 @@ def _ratio(value: int, of: int) -> str:
 
 
 def _percent(share: float) -> str:
-    """Never 100 % of what is not all of it, nor 0 % of what is there."""
+    """A percentage that rounds neither up to 100 nor down to 0."""
     if 0 < share < 0.1:
         return "< 0.1 %"
     if 99.9 < share < 100:

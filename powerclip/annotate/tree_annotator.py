@@ -25,7 +25,7 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         self._parser = parser
 
     def read_old(self, path: Path) -> TreeSidecar:
-        """The trees that are there."""
+        """The trees of the existing sidecar."""
         return read_trees(path)
 
     def new_rows(self) -> TreeRows:
@@ -37,29 +37,29 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         captions = [[text for _, text in sample_captions(tar, index, number)] for number in numbers]
         known: dict[tuple[int, str], Parsed] = {}
         if old is not None:
-            for number, listed in zip(numbers, captions, strict=True):
-                for caption in listed:
+            for number, texts in zip(numbers, captions, strict=True):
+                for caption in texts:
                     spans = old.spans(index.keys[number], caption)
                     if not isinstance(spans, Miss):
                         reason = old.fallback(index.keys[number], caption)
                         known[number, caption] = Parsed(spans, reason)  # type: ignore[arg-type]
-        wanted = [
+        missing = [
             (number, caption)
-            for number, listed in zip(numbers, captions, strict=True)
-            for caption in listed
+            for number, texts in zip(numbers, captions, strict=True)
+            for caption in texts
             if (number, caption) not in known
         ]
-        parsed = self._parser.parse([caption for _, caption in wanted])
-        found = known | dict(zip(wanted, parsed, strict=True))
-        for number, listed in zip(numbers, captions, strict=True):
+        parsed = self._parser.parse([caption for _, caption in missing])
+        trees = known | dict(zip(missing, parsed, strict=True))
+        for number, texts in zip(numbers, captions, strict=True):
             rows.key.append(index.keys[number])
-            rows.caption.append([content_hash(caption) for caption in listed])
-            rows.spans.append([found[number, caption].spans for caption in listed])
-            rows.fallback.append([found[number, caption].fallback for caption in listed])
+            rows.caption.append([content_hash(caption) for caption in texts])
+            rows.spans.append([trees[number, caption].spans for caption in texts])
+            rows.fallback.append([trees[number, caption].fallback for caption in texts])
         if old is None:
             return 0
-        fresh = zip(rows.key[-len(numbers) :], rows.caption[-len(numbers) :], strict=True)
-        return sum(key in old and old.hashes(key) == hashes for key, hashes in fresh)
+        appended = zip(rows.key[-len(numbers) :], rows.caption[-len(numbers) :], strict=True)
+        return sum(key in old and old.hashes(key) == hashes for key, hashes in appended)
 
     def summarise(self, rows: TreeRows) -> tuple[int, int, Counter[str]]:
         """Captions, their phrases, and flat trees by reason."""

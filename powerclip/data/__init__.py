@@ -1,1 +1,1 @@
-"""What training and evaluation read: embedded scenes, tokens, batches."""
+"""What training and evaluation read: scenes, corpora, shards, sidecars, tokens, batches."""

@@ -1,4 +1,4 @@
-"""What a tar calls a sample, and what its captions are: one rule for those who annotate, train and evaluate."""
+"""What a tar calls a sample, and what its captions are: the same for annotation, training and evaluation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def number_captions(data: bytes, suffix: str) -> list[tuple[int, str]]:
 
 
 def captions_in(fields: object) -> list[tuple[int, str]]:
-    """The numbered captions in what a sample's `.json` holds; none in what has no place for them."""
-    found = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
-    listed = found if isinstance(found, list) else [found]
-    return [(number, one) for number, one in enumerate(listed) if isinstance(one, str) and one.strip()]
+    """The numbered captions in what a sample's `.json` holds; none when it has neither of the two keys."""
+    value = fields.get("captions") or fields.get("caption") if isinstance(fields, dict) else None
+    listed = value if isinstance(value, list) else [value]
+    return [(number, caption) for number, caption in enumerate(listed) if isinstance(caption, str) and caption.strip()]
 
 
 def content_hash(content: str | bytes) -> int:

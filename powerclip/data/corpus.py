@@ -125,8 +125,8 @@ def read_corpus(
                 origins.append(Origin(shard, sample.hash))
                 images.append(sample.pixels)
     if not keys:
-        found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
-        raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {found}")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "they are empty"
+        raise UserError(f"no sample can be used of {', '.join(map(str, shards))}: {reasons}")
     return Corpus(keys, torch.stack(images), captions, torch.tensor(owners), parsed, dict(counts), origins)
 
 

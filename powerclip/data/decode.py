@@ -70,7 +70,7 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     except Exception as error:  # a broken file makes readers raise almost anything
         kind = Fault.TRUNCATED if "truncated" in str(error) else Fault.UNREADABLE
         raise BadSample(kind, str(error) or type(error).__name__) from None
-    # To the pixel, and for a smaller image that is one of its own: masks must follow.
+    # The box as it was cut, in whole pixels of the image as decoded: masks are cropped by it.
     shares = (
         left * shrunk / width,
         top * shrunk / height,
@@ -131,7 +131,7 @@ def _is_deep(image: Image.Image) -> bool:
 
 
 def _conversions(image: Image.Image) -> list[Fault]:
-    """What has to be done to make an image RGB, where that is worth a word."""
+    """The conversions to RGB that are counted as faults."""
     faults = []
     # Cameras store a preview as a second frame (MPO); that does not move.
     if getattr(image, "is_animated", False) and image.format != "MPO":

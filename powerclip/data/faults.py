@@ -93,7 +93,7 @@ class FaultWatch:
         strict: any fault ends the run.
         max_bad: largest share of a shard that may be bad.
         world_size: ranks that share the samples; each sees its part.
-        warn: is told each kind once; the log `powerclip.data` by default.
+        warn: called once for each kind; the log `powerclip.data` by default.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FaultWatch:
                 )
         if report.bad:
             newest = max(epoch for epoch, _, _ in report.bad)
-            for past in [place for place in self._bad if place[0] < newest - 1]:
+            for past in [key for key in self._bad if key[0] < newest - 1]:
                 del self._bad[past]
 
     def _limit(self, shard: int) -> float:

@@ -29,14 +29,14 @@ WORKER_KILLED = (
 
 @contextmanager
 def killed_workers() -> Iterator[None]:
-    """UserError when a process that makes batches has been killed: torch tells of it wherever this process then is."""
+    """UserError when a process that makes batches has been killed: torch raises that at any point of this process."""
     try:
         yield
     except (RuntimeError, UserError) as error:
         if "DataLoader worker" not in str(error) and str(error) != WORKER_KILLED:
             raise
         if threading.current_thread() is threading.main_thread():
-            # Torch would tell of it again when the next process ends, and this one is about to.
+            # Torch would raise it again as further workers end, while this process exits.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise UserError(WORKER_KILLED) from None
 
@@ -75,7 +75,7 @@ class BatchLoader(ABC):
             while ahead:
                 yield ahead.popleft().result()
         finally:
-            # Reached too when the consumer stops early: nothing is left running behind its back.
+            # Also when the consumer stops early: no thread is left running.
             pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -53,7 +53,7 @@ def crop_masks(masks: Tensor, crops: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = overlaps(top, bottom, grid[0]).float(), overlaps(left, right, grid[1]).float()
     across = masks.flatten(1, 2).float() @ columns.mT  # [C, K·G, columns]
     cover = (rows.unsqueeze(1) @ across.unflatten(1, masks.shape[1:3])).flatten(2)
-    cover = cover.round(decimals=6)  # where nothing is left but rounding, there is nothing
+    cover = cover.round(decimals=6)  # drops what is only rounding error
     return (cover >= cover.amax(-1, keepdim=True).clamp(max=HALF)) & (cover > 0)
 
 
@@ -89,8 +89,8 @@ def choose_regions(
     left = [list(one) for one in masks]
 
     def wanted(image: int) -> int:
-        found = regions[image]
-        return 0 if found is None or not left[image] else count - len(found)
+        selected = regions[image]
+        return 0 if selected is None or not left[image] else count - len(selected)
 
     # Most images have as many as they need after one round.
     while unfinished := [image for image in range(len(masks)) if wanted(image)]:
@@ -105,8 +105,8 @@ def choose_regions(
                 except ValueError:
                     regions[image] = None
             for image, patches in zip(group, crop_masks(torch.from_numpy(bits), crops[group], grid), strict=True):
-                found = regions[image]
-                regions[image] = None if found is None else torch.cat([found, patches[patches.any(-1)]])
+                selected = regions[image]
+                regions[image] = None if selected is None else torch.cat([selected, patches[patches.any(-1)]])
     return regions
 
 

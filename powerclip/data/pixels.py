@@ -78,10 +78,10 @@ def cubic_weights(start: Tensor, end: Tensor, cells: int, pixels: int) -> Tensor
 
 
 def _near(distance: Tensor) -> Tensor:
-    """What a pixel less than one away counts."""
+    """The cubic's weight of a pixel less than one away."""
     return ((_A + 2) * distance - (_A + 3)) * distance * distance + 1
 
 
 def _far(distance: Tensor) -> Tensor:
-    """What a pixel one to two away counts."""
+    """The cubic's weight of a pixel one to two away."""
     return (((distance - 5) * distance + 8) * distance - 4) * _A

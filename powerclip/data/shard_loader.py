@@ -59,7 +59,7 @@ class ShardLoader(BatchLoader):
         tokenizer: gives the tokens of a caption and their place in it.
         options: annotations, order and faults.
         ranks: share each batch.
-        warn: is told each kind of fault once.
+        warn: called once for each kind of fault.
     """
 
     def __init__(

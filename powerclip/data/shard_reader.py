@@ -63,7 +63,7 @@ class OpenShard:
         return sidecar.fingerprint == f"{self.index.info.size}:{self.index.info.mtime_ns}"
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self.file)
 
 

@@ -43,10 +43,10 @@ def expand_shards(text: str, setting: str) -> list[Path]:
         except ValueError:  # its UnbalancedBracesError
             raise UserError(f"{setting}: {line}: a brace is not closed (write {{00000..00099}}.tar)") from None
         for path in spelled:
-            found = sorted(glob.glob(path)) if glob.has_magic(path) else [path]
-            if not found:
+            matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path]
+            if not matches:
                 raise UserError(f"{setting}: nothing matches {path}")
-            shards += map(Path, found)
+            shards += map(Path, matches)
     if not shards:
         raise UserError(f"{setting}: {text} names no shard")
     repeated = [path for path, times in Counter(shards).items() if times > 1]
@@ -130,18 +130,18 @@ def open_shards(
             raise UserError(
                 f"shard {path}: {bad:,} of {bad + info.samples:,} samples are bad ({reasons}){_way_out(strict)}"
             )
-    found = ShardSet(list(paths), [info.samples if info else 0 for info in infos], folder, damage, dict(left_out))
-    useless = [path for path, count in zip(found.paths, found.counts, strict=True) if count == 0]
+    shard_set = ShardSet(list(paths), [info.samples if info else 0 for info in infos], folder, damage, dict(left_out))
+    useless = [path for path, count in zip(shard_set.paths, shard_set.counts, strict=True) if count == 0]
     if damage and (strict or len(useless) > max_bad * len(paths)):
         what, shards = next(iter(damage.items()))
         raise UserError(
             f"{_count(sum(map(len, damage.values())), 'shard')} of {len(paths):,} missing or damaged, "
             f"the first: {shards[0]} ({what}){_way_out(strict)}"
         )
-    if not found.samples:
+    if not shard_set.samples:
         what = f" ({next(iter(damage))})" if damage else ""
         raise UserError(f"no sample can be used of {paths[0]}{what}{' and others' * (len(paths) > 1)}")
-    return found
+    return shard_set
 
 
 def index_shards(
@@ -159,21 +159,21 @@ def index_shards(
 def _infos(paths: Sequence[Path], folder: Path | None, first: int, progress: bool) -> list[IndexInfo | None]:
     """What is known of each tar; None for one that is not there."""
 
-    def look(path: Path) -> IndexInfo | bool | None:
+    def info_of(path: Path) -> IndexInfo | bool | None:
         try:
-            found = find_info(path, folder)
+            stored = find_info(path, folder)
         except OSError:
             return None
-        return found[0] if found else False
+        return stored[0] if stored else False
 
     # Mostly waiting for a file system that may be far away.
     with ThreadPoolExecutor(16) as pool:
-        infos = list(pool.map(look, paths))
+        infos = list(pool.map(info_of, paths))
         new = [path for path, info in zip(paths, infos, strict=True) if info is False]
         if new:
             with Progress("indexing", len(new), unit="shards", quiet=not progress, transient=True) as bar:
                 index_shards(new, folder, first=first * len(new) // len(paths), done=bar.advance)
-            infos = list(pool.map(look, paths))
+            infos = list(pool.map(info_of, paths))
     return [info if isinstance(info, IndexInfo) else None for info in infos]
 
 

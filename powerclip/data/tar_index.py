@@ -165,12 +165,12 @@ def load_index(tar: Path, folder: Path | None = None) -> TarIndex:
         OSError: the tar cannot be opened.
         UserError: a new index can be kept nowhere.
     """
-    found = find_info(tar, folder)
-    if found is not None:
+    stored = find_info(tar, folder)
+    if stored is not None:
         try:
-            return read_index(found[1])
+            return read_index(stored[1])
         except (OSError, ValueError):
-            pass  # torn by a crash of the machine: made anew
+            pass  # torn by a crash of the machine: made again
     index = make_index(tar)
     keep_index(index, tar, folder)
     return index

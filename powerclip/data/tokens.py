@@ -112,7 +112,7 @@ class CaptionTokenizer:
         return max(length, min(-(-length // multiple) * multiple, self.context_length))
 
     def _split(self, word: str) -> _Pieces:
-        """The BPE tokens of one word of cleaned text, remembered."""
+        """The BPE tokens of one word of cleaned text, cached."""
         coder = self.tokenizer.byte_encoder
         encoded = [char.encode() for char in word]
         owner = [at for at, char in enumerate(encoded) for _ in char]  # byte → character

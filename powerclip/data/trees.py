@@ -107,9 +107,9 @@ def parse_bracketed(brackets: str, caption: str) -> Tree:
     spans_of_words = _locate(terminals, caption)
     spans = []
     for first, end, label in constituents:
-        found = [span for span in spans_of_words[first:end] if span]
-        if found:
-            spans.append(Span(found[0][0], found[-1][1], label))
+        inside = [span for span in spans_of_words[first:end] if span]
+        if inside:
+            spans.append(Span(inside[0][0], inside[-1][1], label))
     return tree_from_spans(spans, caption)
 
 
@@ -217,7 +217,7 @@ def _leaves(phrases: list[tuple[int, int]], words: int) -> Iterator[tuple[int, i
 
 _ATOM = re.compile(r"[()]|[^\s()]+")
 _BRACKET_NAMES = re.compile(r"-[LR][RSC]B-")  # how treebanks write ( ) [ ] { }
-_TRACE = "-NONE-"  # an element that linguists see and the caption does not have
+_TRACE = "-NONE-"  # an empty element, which has no word in the caption
 # A bracket with one word in it is a part-of-speech tag, (NN dog), unless it carries one of these: (NP dogs).
 _PHRASE_LABEL = re.compile("(WH)?(ADJP|ADVP|NP|PP)|S(BAR|Q|BARQ|INV)?|(CONJ|Q|UC|V)P|FRAG|INTJ|LST|NAC|NX|PR[NT]|RRC|X")
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 @lru_cache(maxsize=128)
 def cell_edges(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """First words, and ends, of the cells of a sentence of `length` words."""
-    with torch.inference_mode(False):  # whoever asks first, training may use them later
+    with torch.inference_mode(False):  # the cached tensors may be used by training later
         firsts = torch.cat([torch.arange(length - width + 1) for width in range(1, length + 1)])
         widths = torch.repeat_interleave(torch.arange(1, length + 1), torch.arange(length, 0, -1))
         return firsts.to(device), (firsts + widths).to(device)
@@ -87,8 +87,8 @@ def _inside_outside(labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         right[:, width - 1 :, rows - 1] = split + label[width - 1]
         splits.append(split)
 
-    everyone = torch.arange(batch, device=labels.device)
-    roots = everyone, lengths - 1, length - lengths
+    sentences = torch.arange(batch, device=labels.device)
+    roots = sentences, lengths - 1, length - lengths
     words = lengths == 1
     partition = torch.where(words, labels[:, 0], right[roots])
 
@@ -146,12 +146,12 @@ def _trace(labels: Tensor, lengths: Tensor, cuts: list[Tensor]) -> Tensor:
     for width in range(longest, 1, -1):
         rows = longest - width + 1
         begin = cell(0, width, longest)
-        here, cut = used[:, begin : begin + rows].clone(), cuts[width - 2]  # the left part's width, less one
+        parents, cut = used[:, begin : begin + rows].clone(), cuts[width - 2]  # the left part's width, less one
         child = begins[width - 2 - cut] + starts[:rows] + cut + 1
         # No cell is used twice, so that adding marks is setting them; what is not used adds nothing.
-        used.scatter_add_(1, begins[cut] + starts[:rows], here)
-        used.scatter_add_(1, child, here)
-        full.scatter_add_(1, child, here)
+        used.scatter_add_(1, begins[cut] + starts[:rows], parents)
+        used.scatter_add_(1, child, parents)
+        full.scatter_add_(1, child, parents)
     full[:, :longest] = 0  # a single word need not be a phrase
     full.scatter_(1, roots, 1)  # unless it is all there is
     return ((labels > 0) | (full > 0)) & (used > 0)

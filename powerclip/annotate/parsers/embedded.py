@@ -87,9 +87,9 @@ class EmbeddedParser:
     def _finish(self, started: _Started) -> list[Parsed]:
         for phrases in self.model.collect(started.decoded):
             group = [started.sentences[number] for number in phrases.sentences.tolist()]
-            for sentence, found in zip(group, _read(group, phrases, self._labels), strict=True):
-                started.parsed[sentence.caption] = found
-        return [found for found in started.parsed if found is not None]
+            for sentence, tree in zip(group, _read(group, phrases, self._labels), strict=True):
+                started.parsed[sentence.caption] = tree
+        return [tree for tree in started.parsed if tree is not None]
 
     def _sentence(self, number: int, caption: str) -> _Sentence | Parsed:
         """The caption's tokens, or its flat tree."""
@@ -141,8 +141,12 @@ def _read(group: list[_Sentence], phrases: DecodedPhrases, labels: list[str]) ->
     words = np.flatnonzero(starts < ends)  # the rest is punctuation alone
     same = np.zeros(len(words), dtype=bool)
     # Where punctuation alone makes the difference to the phrase inside, which comes next, the lower one's label stays.
-    here, after = words[:-1], words[1:]
-    same[:-1] = (sentence[here] == sentence[after]) & (starts[here] == starts[after]) & (ends[here] == ends[after])
+    current, following = words[:-1], words[1:]
+    same[:-1] = (
+        (sentence[current] == sentence[following])
+        & (starts[current] == starts[following])
+        & (ends[current] == ends[following])
+    )
     kept = words[~same]
     bounds = np.searchsorted(sentence[kept], np.arange(len(group) + 1)).tolist()
     names = [labels[label] for label in phrases.labels[kept].tolist()]

@@ -31,13 +31,13 @@ class Lexicon:
 
     def row(self, word: str) -> int:
         """The row of a word, new or met before."""
-        found = self.rows.get(word)
-        if found is None:
-            found = self.rows[word] = len(self.vocabulary_of)
-            known = normalise(word)
-            self.vocabulary_of.append(self._vocabulary.get(known.lower(), UNKNOWN))
-            self.pieces_of.append(hashed(known, self.buckets))
-        return found
+        row = self.rows.get(word)
+        if row is None:
+            row = self.rows[word] = len(self.vocabulary_of)
+            normalised = normalise(word)
+            self.vocabulary_of.append(self._vocabulary.get(normalised.lower(), UNKNOWN))
+            self.pieces_of.append(hashed(normalised, self.buckets))
+        return row
 
     def label(self, chain: str) -> int:
         """The number of a label; a chain too rare for one is known by its lowest label."""

@@ -33,8 +33,8 @@ class LibraryParser(ABC):
         """The phrases of each caption, in order."""
         reasons = [unparsable(caption) for caption in captions]
         texts = [squeeze(caption) for caption in captions]
-        asked = [number for number, reason in enumerate(reasons) if reason is None]
-        answers = dict(zip(asked, self._answers([texts[number][0] for number in asked]), strict=True))
+        parsable = [number for number, reason in enumerate(reasons) if reason is None]
+        answers = dict(zip(parsable, self._answers([texts[number][0] for number in parsable]), strict=True))
         parsed = []
         for number, caption in enumerate(captions):
             if number in answers:
@@ -49,7 +49,7 @@ class LibraryParser(ABC):
             return []
         try:
             return self.documents(texts)
-        except Exception:  # whatever a library raises over one caption, the others deserve their trees
+        except Exception:  # one caption may make a library raise anything; the others still get their trees
             if len(texts) == 1:
                 return [None]
         return [answer for text in texts for answer in self._answers([text])]

@@ -21,7 +21,7 @@ from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 
 GOLD = 0  # the source whose trees are imitated
-_MOST_WORDS = 100_000  # word vectors kept; then they are forgotten and met anew
+_MOST_WORDS = 100_000  # word vectors in the cache; it is cleared beyond that
 # Cells of a batch's charts: on a CPU they should stay in its cache, on a GPU there should be enough work.
 _CELLS = {"cpu": 10_000, "cuda": 400_000}
 
@@ -79,7 +79,7 @@ class ParserModel:
         encoded: list[list[int]] = []
         for number, words in enumerate(sentences):
             by_length[self._padded(len(words))].append(number)
-            # Most words were met before: look there first, without the call.
+            # Most words have a row already: the lookup saves a call.
             encoded.append([rows[word] if word in rows else row(word) for word in words])
         self._compute_vectors()
         started = []

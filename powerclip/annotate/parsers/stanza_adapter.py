@@ -39,7 +39,7 @@ class StanzaParser(LibraryParser):
                 processors=_PROCESSORS,
                 package=package,
                 device=device,
-                download_method=None,  # nothing is fetched behind the user's back, nor by each of many workers
+                download_method=None,  # no download that the user did not ask for, nor one by each worker
                 logging_level="ERROR",
                 **where,
             )

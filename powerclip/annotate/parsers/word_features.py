@@ -51,11 +51,11 @@ def pieces(word: str) -> list[str]:
     """The parts of a normalised word that are hashed."""
     lower = word.lower()
     marked = f"<{lower}>"
-    found = [f"shape {shape(word)}"]
-    found += [f"start {lower[:size]}" for size in range(1, min(5, len(lower)))]
-    found += [f"end {lower[-size:]}" for size in range(1, min(6, len(lower)))]
-    found += [f"in {marked[at : at + size]}" for size in (3, 4) for at in range(len(marked) - size + 1)]
-    return found
+    parts = [f"shape {shape(word)}"]
+    parts += [f"start {lower[:size]}" for size in range(1, min(5, len(lower)))]
+    parts += [f"end {lower[-size:]}" for size in range(1, min(6, len(lower)))]
+    parts += [f"in {marked[at : at + size]}" for size in (3, 4) for at in range(len(marked) - size + 1)]
+    return parts
 
 
 def hashed(word: str, buckets: int) -> list[int]:

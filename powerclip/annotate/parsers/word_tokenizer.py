@@ -41,20 +41,20 @@ Token = tuple[str, int, int, int, int]  # text, start, end; first character of a
 
 def tokenize(text: str) -> list[tuple[str, int, int]]:
     """The words and signs of `text`, each with its first character and the one past its last."""
-    found = []
+    tokens = []
     position = 0
     chunks = text.rstrip().split(" ")
     for number, chunk in enumerate(chunks, 1):
         for token, start, end, _, _ in cut(chunk, number == len(chunks)):
-            found.append((token, position + start, position + end))
+            tokens.append((token, position + start, position + end))
         position += len(chunk) + 1
-    return found
+    return tokens
 
 
 def cut(chunk: str, last: bool) -> tuple[Token, ...]:
     """The tokens of what stands between two spaces; `last` when nothing follows. A token without a word ends at 0.
 
-    Captions repeat their words: what is cut is remembered.
+    Captions repeat their words, so the tokens of a chunk are cached.
     """
     return _remembered(chunk, last) if len(chunk) < 40 else _cut(chunk, last)
 

@@ -40,9 +40,9 @@ class CocoMasks:
         if image is None:
             return no_masks()
         height, width = int(image["height"]), int(image["width"])
-        masks = [_decode(one["segmentation"], height, width) for one in self._annotations[image["id"]]]
-        found = sorted((mask for mask in masks if mask.any()), key=np.sum, reverse=True)
-        return np.stack([to_grid(mask) for mask in found]) if found else no_masks()
+        masks = [_decode(annotation["segmentation"], height, width) for annotation in self._annotations[image["id"]]]
+        largest_first = sorted((mask for mask in masks if mask.any()), key=np.sum, reverse=True)
+        return np.stack([to_grid(mask) for mask in largest_first]) if largest_first else no_masks()
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[Any, list[dict[str, Any]]]]:
@@ -53,7 +53,7 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[Any, list[dict[st
         for image in content["images"]:
             int(image["height"]), int(image["width"])
             by_key[_plain(str(image["id"]))] = image
-        # A name says more than a number, should both be some sample's key.
+        # A file name wins over a number when both are some sample's key.
         by_key |= {_plain(Path(image["file_name"]).stem): image for image in content["images"] if "file_name" in image}
         annotations = defaultdict(list)
         for annotation in content["annotations"]:

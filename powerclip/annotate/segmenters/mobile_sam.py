@@ -108,7 +108,7 @@ def load_network(weights: Path) -> MobileSamNetwork:
     except FileNotFoundError:
         raise UserError(f"no weights file {weights}; mobile_sam.pt is at github.com/ChaoningZhang/MobileSAM") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        # What torch says is advice to programmers, on how to load files that are not to be trusted.
+        # torch's message advises on loading untrusted files, which does not help here.
         raise UserError(f"{weights} cannot be read as a weights file ({type(error).__name__}): copy it again") from None
     if not isinstance(state, dict):
         raise UserError(f"{weights} is no weights file of MobileSAM")

@@ -74,7 +74,7 @@ class PointSegmenter(ABC):
 
     @abstractmethod
     def decode(self, encoded: Any, points: Tensor) -> Drawn:
-        """The masks of points [B, P, (x, y)] from 0 to 1 of the square; of those without a good one, none need be."""
+        """The masks of points [B, P, (x, y)] from 0 to 1 of the square; points without a good mask may be left out."""
 
     @torch.inference_mode()
     def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
@@ -82,12 +82,12 @@ class PointSegmenter(ABC):
         if not images:
             return []
         encoded, extent = self.encode(images)
-        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in images]
+        selected: list[list[tuple[Tensor, Tensor]]] = [[] for _ in images]
         step = max(1, self._at_once // len(images))
         for points in point_grid(self.settings.points).to(self.device).split(step):
             for at, masks, quality in self._select(self.decode(encoded, points * extent[:, None]), extent):
-                found[at].append((masks, quality))
-        return [self._distinct(of_one) for of_one in found]
+                selected[at].append((masks, quality))
+        return [self._distinct(parts) for parts in selected]
 
     def _select(self, drawn: Drawn, extent: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of one batch of points: each image's number, its good masks on the grid, and their expected IoU."""
@@ -102,15 +102,15 @@ class PointSegmenter(ABC):
         owner = drawn.owner[:, None].expand_as(good)[good]
         masks, quality = logits[good] > 0, drawn.quality[good].float()
         for at, (height, width) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
-            own = owner == at
-            if own.any():
-                yield at, to_grid(masks[own][:, :height, :width]), quality[own]
+            in_image = owner == at
+            if in_image.any():
+                yield at, to_grid(masks[in_image][:, :height, :width]), quality[in_image]
 
-    def _distinct(self, found: list[tuple[Tensor, Tensor]]) -> Masks:
-        """Masks of one image without those that are one of the better ones again."""
-        if not found:
+    def _distinct(self, selected: list[tuple[Tensor, Tensor]]) -> Masks:
+        """The masks of one image without near-duplicates of better ones."""
+        if not selected:
             return no_masks()
-        masks, quality = (torch.cat(parts) for parts in zip(*found, strict=True))
+        masks, quality = (torch.cat(parts) for parts in zip(*selected, strict=True))
         best_first = masks[quality.argsort(descending=True, stable=True)]
         return distinct(best_first, self.settings.overlap, self.settings.most).cpu().numpy()
 

@@ -1,4 +1,4 @@
-"""SAM 2 through transformers: `facebook/sam2.1-hiera-large` and its smaller sisters, from the hub or a local folder."""
+"""SAM 2 through transformers: `facebook/sam2.1-hiera-large` and smaller models, from the hub or a local folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sam2(PointSegmenter):
         """The masks of all points."""
         corner = torch.tensor(self._size[::-1], device=points.device)
         with self._half():
-            found = self.network(
+            output = self.network(
                 image_embeddings=encoded,
                 # Each point is a prompt of its own; pixels are named by their corners.
                 input_points=(points * corner - 0.5).unsqueeze(2),
@@ -56,7 +56,7 @@ class Sam2(PointSegmenter):
                 multimask_output=True,
             )
         owner = torch.arange(len(points), device=points.device).repeat_interleave(points.shape[1])
-        return Drawn(owner, found.pred_masks.flatten(0, 1), found.iou_scores.flatten(0, 1).float())
+        return Drawn(owner, output.pred_masks.flatten(0, 1), output.iou_scores.flatten(0, 1).float())
 
     def _half(self) -> AbstractContextManager[None]:
         """bf16 where it is quicker, on a GPU."""
@@ -64,7 +64,7 @@ class Sam2(PointSegmenter):
 
 
 def _load(name: str) -> tuple[Any, str]:
-    """The model, and what tells it from another."""
+    """The model, and a string that identifies its weights."""
     try:
         from transformers import Sam2Model
     except ImportError:

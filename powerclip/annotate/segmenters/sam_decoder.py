@@ -59,7 +59,7 @@ class TokenMlp(nn.Module):
 
 
 class TwoWayLayer(nn.Module):
-    """Tokens look at each other and at the image; then the image looks at the tokens."""
+    """Tokens attend to each other and to the image, then the image to the tokens."""
 
     def __init__(self, first: bool):
         super().__init__()
@@ -74,7 +74,7 @@ class TwoWayLayer(nn.Module):
         self.cross_attn_image_to_token = Attention(FEATURES // 2)
 
     def forward(self, tokens: Tensor, image: Tensor, prompts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, P, K, D] and image [B, 1 or P, S, D], each with what says where it stands, to both updated."""
+        """Tokens [B, P, K, D] and image [B, 1 or P, S, D], each with its positions, to both updated."""
         if self.first:  # the tokens still are the prompts
             tokens = self.norm1(self.self_attn(tokens, tokens, tokens))
         else:
@@ -87,7 +87,7 @@ class TwoWayLayer(nn.Module):
 
 
 class TwoWayTransformer(nn.Module):
-    """Two layers, and a last look of the tokens at the image."""
+    """Two layers, and a final attention of the tokens to the image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class TwoWayTransformer(nn.Module):
         tokens = prompts
         for layer in self.layers:
             tokens, image = layer(tokens, image, prompts, positions)
-        looked = self.final_attn_token_to_image(tokens + prompts, image + positions, image)
-        return self.norm_final_attn(tokens + looked), image
+        attended = self.final_attn_token_to_image(tokens + prompts, image + positions, image)
+        return self.norm_final_attn(tokens + attended), image
 
 
 class Perceptron(nn.Module):
@@ -120,7 +120,7 @@ class Perceptron(nn.Module):
         return self.layers[-1](x)
 
 
-class PlaceEncoding(nn.Module):
+class PositionEncoding(nn.Module):
     """Random Fourier features of positions in the square that the encoder saw."""
 
     positional_encoding_gaussian_matrix: Tensor
@@ -130,7 +130,7 @@ class PlaceEncoding(nn.Module):
         self.register_buffer("positional_encoding_gaussian_matrix", torch.zeros(2, FEATURES // 2))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Places [..., (x, y)] from 0 to 1 → [..., D]."""
+        """Positions [..., (x, y)] from 0 to 1 → [..., D]."""
         angles = 2 * math.pi * ((2 * positions - 1) @ self.positional_encoding_gaussian_matrix)
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
@@ -140,7 +140,7 @@ class PointEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pe_layer = PlaceEncoding()
+        self.pe_layer = PositionEncoding()
         # Background, foreground, and two corners of a box, as in the weights file; a point is foreground.
         self.point_embeddings = nn.ModuleList(nn.Embedding(1, FEATURES) for _ in range(4))
         self.not_a_point_embed = nn.Embedding(1, FEATURES)
@@ -149,8 +149,8 @@ class PointEncoder(nn.Module):
     def forward(self, points: Tensor) -> Tensor:
         """Points [B, P, (x, y)] from 0 to 1 → tokens [B, P, 2, D]."""
         foreground = self.point_embeddings[1](torch.zeros((), dtype=torch.long, device=points.device))
-        there = self.pe_layer(points) + foreground
-        return torch.stack([there, self.not_a_point_embed.weight[0].expand_as(there)], dim=2)
+        embedded = self.pe_layer(points) + foreground
+        return torch.stack([embedded, self.not_a_point_embed.weight[0].expand_as(embedded)], dim=2)
 
 
 class MaskDecoder(nn.Module):
@@ -178,10 +178,10 @@ class MaskDecoder(nn.Module):
         enough, and drawing is a good part of the work.
         """
         height, width = features.shape[-2:]
-        own = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(*prompts.shape[:2], -1, -1)
-        tokens = torch.cat([own, prompts.to(own.dtype)], dim=2)
+        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(*prompts.shape[:2], -1, -1)
+        tokens = torch.cat([learned, prompts.to(learned.dtype)], dim=2)
         image = features.flatten(2).transpose(1, 2).unsqueeze(1)
-        tokens, image = self.transformer(tokens, image, positions.to(own.dtype))
+        tokens, image = self.transformer(tokens, image, positions.to(learned.dtype))
         quality = self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
         drawn = quality.amax(-1) >= least  # [B, P]
 

@@ -40,7 +40,7 @@ class ConvNorm(nn.Module):
 
 
 class MBConv(nn.Module):
-    """An inverted bottleneck: widen, look around, narrow."""
+    """An inverted bottleneck: 1 × 1 expansion, depthwise convolution, 1 × 1 projection."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -70,7 +70,7 @@ class PatchMerging(nn.Module):
 class WindowAttention(nn.Module):
     """Attention among the cells of a window, with a learned bias for each distance."""
 
-    apart: Tensor  # [cells, cells] which bias a pair of cells has
+    bias_index: Tensor  # [cells, cells] which bias a pair of cells has
 
     def __init__(self, width: int, heads: int, window: int):
         super().__init__()
@@ -80,8 +80,8 @@ class WindowAttention(nn.Module):
         self.proj = nn.Linear(width, width)
         self.attention_biases = nn.Parameter(torch.zeros(heads, window * window))
         row, column = torch.arange(window * window).div(window, rounding_mode="floor"), torch.arange(window**2) % window
-        apart = (row[:, None] - row).abs() * window + (column[:, None] - column).abs()
-        self.register_buffer("apart", apart, persistent=False)
+        bias_index = (row[:, None] - row).abs() * window + (column[:, None] - column).abs()
+        self.register_buffer("bias_index", bias_index, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[windows, cells, D] → the same shape."""
@@ -89,7 +89,7 @@ class WindowAttention(nn.Module):
         # Each head's query, key and value lie together.
         mixed = self.qkv(self.norm(x)).view(count, cells, self.heads, 3, width // self.heads)
         query, key, value = mixed.permute(3, 0, 2, 1, 4).unbind(0)  # [windows, heads, cells, D/heads]
-        bias = self.attention_biases[:, self.apart].to(query.dtype).expand(count, -1, -1, -1)
+        bias = self.attention_biases[:, self.bias_index].to(query.dtype).expand(count, -1, -1, -1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.proj(mixed.transpose(1, 2).reshape(count, cells, width))
 
@@ -195,7 +195,7 @@ class TinyViT(nn.Module):
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """ImageSource [B, 3, H, W], normalised, to features [B, FEATURES, H/16, W/16]."""
+        """Images [B, 3, H, W], normalised, to features [B, FEATURES, H/16, W/16]."""
         return self.neck(self.layers(self.patch_embed(pixels)))
 
     def fuse(self) -> None:
