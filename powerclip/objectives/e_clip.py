@@ -62,8 +62,8 @@ class EClip(MaskedClip):
         >>> near, _ = objective.score_patches(PatchContext(image, patches=None), grid=(1, 3), noise=noise)
         >>> near  # the anchor itself, a patch unlike it and one like it
         tensor([[   inf, 0.0000, 1.0000]])
-        >>> chosen = objective.choose(near, protected=None, noise=noise)
-        >>> chosen.kept[chosen.shown]
+        >>> selection = objective.choose(near, protected=None, noise=noise)
+        >>> selection.kept[selection.shown]
         tensor([1])
     """
 

@@ -133,9 +133,9 @@ def test_status_finds_sidecars_in_their_own_folder(powerclip, tmp_path):
 )
 def test_what_is_typed_wrong_is_one_line_and_exit_code_2(powerclip, tmp_path, arguments, message):
     (tmp_path / "empty").mkdir()
-    places = {"SHARD": make_shards(tmp_path / "shards", 1)[0], "EMPTY": tmp_path / "empty"}
+    paths = {"SHARD": make_shards(tmp_path / "shards", 1)[0], "EMPTY": tmp_path / "empty"}
     more = [] if arguments[0] == "status" else ["-w", 1]
-    code, text = powerclip("annotate", *(places.get(argument, argument) for argument in arguments), *more)
+    code, text = powerclip("annotate", *(paths.get(argument, argument) for argument in arguments), *more)
     assert code == 2
     assert message in text
     assert text.startswith("powerclip: error: ")

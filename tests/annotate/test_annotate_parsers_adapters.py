@@ -60,13 +60,13 @@ def stanza_tree(brackets: str) -> StanzaTree:
 
 def stanza_document(text: str, words: list[str], brackets: str) -> SimpleNamespace:
     """A document of one sentence, as stanza 1.15 returns it; "It's" is a token of two words without offsets."""
-    found, at = [], 0
+    stanza_words, at = [], 0
     for word in words:
         start = text.index(word, at)
         at = start + len(word)
         parent = SimpleNamespace(start_char=start, end_char=at)
-        found.append(SimpleNamespace(text=word, start_char=start, end_char=at, parent=parent))
-    sentence = SimpleNamespace(words=found, constituency=stanza_tree(brackets))
+        stanza_words.append(SimpleNamespace(text=word, start_char=start, end_char=at, parent=parent))
+    sentence = SimpleNamespace(words=stanza_words, constituency=stanza_tree(brackets))
     return SimpleNamespace(text=text, sentences=[sentence])
 
 
@@ -197,25 +197,25 @@ def test_what_a_library_cannot_do_is_flat_and_counted_and_the_others_keep_their_
     captions = ["a dog runs", "a bad dog", "", "a cross dog here", "beyond words", "狗在椅子上", "word " * 300]
     parsed = Moody().parse(captions)
     reasons = [None, "failed", "empty", "failed", "failed", "not English", "too long"]
-    assert [found.fallback for found in parsed] == reasons
+    assert [tree.fallback for tree in parsed] == reasons
     assert parsed[0].spans == (Span(0, 10, "ROOT"), Span(0, 5, "NP"))
-    for caption, found in zip(captions[1:], parsed[1:], strict=True):
-        assert len(found.spans) == is_word(caption)
+    for caption, tree in zip(captions[1:], parsed[1:], strict=True):
+        assert len(tree.spans) == is_word(caption)
 
 
 def test_nothing_to_parse_asks_nothing():
     parser = Moody()
-    assert [found.fallback for found in parser.parse(["", " ... "])] == ["empty", "empty"]
+    assert [tree.fallback for tree in parser.parse(["", " ... "])] == ["empty", "empty"]
     assert parser.parse([]) == []
     assert parser.asked == []
 
 
 @given(st.text())
 def test_squeezed_text_says_where_each_character_stood(caption):
-    text, places = squeeze(caption)
-    assert len(text) == len(places)
-    assert places == sorted(set(places))
-    assert all(char == caption[place] or char == " " for char, place in zip(text, places, strict=True))
+    text, positions = squeeze(caption)
+    assert len(text) == len(positions)
+    assert positions == sorted(set(positions))
+    assert all(char == caption[position] or char == " " for char, position in zip(text, positions, strict=True))
     assert "  " not in text
     assert text == text.strip(" ")
 
@@ -241,5 +241,5 @@ def test_the_library_keeps_the_contract(name):
     captions = ["a dog sitting on a red chair", CAPTION, "", "狗在椅子上", "😀 !!", "\x00\ud800 a dog", "word " * 300]
     parsed = parser.parse(captions)
     assert {"a dog", "on a red chair", "a red chair"} <= {captions[0][s.start : s.end] for s in parsed[0].spans}
-    for caption, found in zip(captions, parsed, strict=True):
-        assert tree_from_spans(found.spans, caption).nodes == found.spans
+    for caption, tree in zip(captions, parsed, strict=True):
+        assert tree_from_spans(tree.spans, caption).nodes == tree.spans

@@ -19,7 +19,7 @@ def all_trees(length: int) -> list[Spans]:
 def _inside(first: int, end: int) -> list[Spans]:
     if end - first == 1:
         return [frozenset()]
-    found = []
+    trees = []
     for cuts in itertools.product([False, True], repeat=end - first - 1):
         edges = [first, *(first + 1 + at for at, cut in enumerate(cuts) if cut), end]
         if len(edges) == 2:
@@ -28,8 +28,8 @@ def _inside(first: int, end: int) -> list[Spans]:
         for a, b in itertools.pairwise(edges):
             inner = [tree | {(a, b)} for tree in _inside(a, b)]
             choices.append([frozenset(), frozenset({(a, b)})] if b - a == 1 else inner)
-        found += [frozenset().union(*choice) for choice in itertools.product(*choices)]
-    return found
+        trees += [frozenset().union(*choice) for choice in itertools.product(*choices)]
+    return trees
 
 
 def random_labels(length: int, sentences: int = 3) -> torch.Tensor:
@@ -46,8 +46,8 @@ def test_the_best_tree_is_the_best_of_all_trees(length):
     trees, labels = all_trees(length), random_labels(length)
     firsts, ends = (edge.tolist() for edge in cell_edges(length, CPU))
     for phrases, row in zip(best_trees(labels, torch.full((3,), length)), labels, strict=True):
-        found = frozenset((firsts[at], ends[at]) for at in phrases.nonzero()[:, 0].tolist())
-        assert found == trees[int(scores(trees, row, length).argmax())]
+        best = frozenset((firsts[at], ends[at]) for at in phrases.nonzero()[:, 0].tolist())
+        assert best == trees[int(scores(trees, row, length).argmax())]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
@@ -62,10 +62,10 @@ def test_marginals_are_the_shares_of_the_trees_that_hold_a_span():
     length = 4
     trees, labels = all_trees(length), random_labels(length, 1)
     shares = torch.softmax(scores(trees, labels[0], length), 0)
-    found = marginals(labels, torch.tensor([length]))[0]
+    actual = marginals(labels, torch.tensor([length]))[0]
     for first, end in zip(*(edge.tolist() for edge in cell_edges(length, CPU)), strict=True):
         expected = sum(share for tree, share in zip(trees, shares, strict=True) if (first, end) in tree)
-        assert torch.allclose(found[cell(first, end, length)], torch.as_tensor(expected, dtype=torch.float64))
+        assert torch.allclose(actual[cell(first, end, length)], torch.as_tensor(expected, dtype=torch.float64))
 
 
 def test_a_shorter_sentence_in_a_batch_is_as_if_alone():

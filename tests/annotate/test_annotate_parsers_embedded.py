@@ -87,8 +87,8 @@ def parser() -> EmbeddedParser:
 @pytest.mark.parametrize("caption", CAPTIONS)
 def test_captions_have_the_phrases_that_a_reader_sees(parser, caption):
     (parsed,) = parser.parse([caption])
-    found = {caption[span.start : span.end] for span in parsed.spans}
-    assert set(CAPTIONS[caption]) <= found
+    phrases = {caption[span.start : span.end] for span in parsed.spans}
+    assert set(CAPTIONS[caption]) <= phrases
     assert parsed.fallback is None
 
 
@@ -192,8 +192,8 @@ words = st.sampled_from(["a", "dog", "'s", "on", "n't", ",", "-", ".", "the", "\
 def test_any_text_has_valid_phrases(captions):
     parsed = loaded().parse(captions)
     assert len(parsed) == len(captions)
-    for caption, found in zip(captions, parsed, strict=True):
-        assert_valid(caption, found.spans)
+    for caption, tree in zip(captions, parsed, strict=True):
+        assert_valid(caption, tree.spans)
 
 
 def test_the_weights_fit_into_ten_megabytes_and_name_the_version(parser):

@@ -219,7 +219,7 @@ def test_every_image_gets_its_masks_and_what_has_none_a_reason(tmp_path):
     assert regions.fallback("torn") == NOT_READABLE
 
 
-def test_a_image_that_a_segmenter_fails_on_does_not_take_the_others_along(tmp_path):
+def test_an_image_that_a_segmenter_fails_on_does_not_take_the_others_along(tmp_path):
     shard = make_shard(tmp_path / "0.tar", CAPTIONS)
     result = RegionAnnotator(Stripes(failing="00001"), batch=3).annotate(str(shard))
     assert (result.items, result.fallbacks) == (2, {FAILED: 1})

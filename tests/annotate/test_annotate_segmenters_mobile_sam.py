@@ -93,9 +93,9 @@ def test_the_decoder_is_transformers_sam():
     sparse, _ = prompts(points.unsqueeze(2) * 1024 - 0.5, torch.ones(2, 5, 1, dtype=torch.int), None, None)
     rows, columns = (torch.arange(8) + 0.5) / 8, (torch.arange(12) + 0.5) / 12
     cells = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), dim=-1)
-    places = prompts.shared_embedding(cells, input_shape=None).permute(2, 0, 1).expand(2, -1, -1, -1)
+    positions = prompts.shared_embedding(cells, input_shape=None).permute(2, 0, 1).expand(2, -1, -1, -1)
     dense = prompts.no_mask_embed.weight.view(1, -1, 1, 1).expand(2, -1, 8, 12)
-    expected = decoder(features, places, sparse, dense, multimask_output=True)
+    expected = decoder(features, positions, sparse, dense, multimask_output=True)
     drawn = network.decode(features, points)
     assert drawn.logits.shape == (10, 3, 32, 48)
     assert drawn.owner.tolist() == [0] * 5 + [1] * 5

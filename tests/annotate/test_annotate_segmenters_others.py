@@ -113,7 +113,7 @@ def encoded(image: Image.Image, form: str, **options) -> bytes:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "1", "P", "RGBA", "LA", "I;16"])
-def test_a_image_of_any_mode_becomes_rgb(mode):
+def test_an_image_of_any_mode_becomes_rgb(mode):
     if mode == "I;16":
         image = Image.fromarray(np.full((20, 30), 65535, np.uint16))
     else:

@@ -37,8 +37,8 @@ class Boxes(PointSegmenter):
 
     def decode(self, encoded, points):
         self.calls += 1
-        places = (points * self.side).long()
-        colours = torch.stack([square[one[:, 1], one[:, 0]] for square, one in zip(encoded, places, strict=True)])
+        cells = (points * self.side).long()
+        colours = torch.stack([square[one[:, 1], one[:, 0]] for square, one in zip(encoded, cells, strict=True)])
         inside = encoded[:, None] == colours[..., None, None]
         whole = torch.where(inside, self._edge, -self._edge)
         logits = torch.stack([whole, torch.full_like(whole, 5.0), -whole], dim=2)  # the box, everything, the rest
@@ -64,7 +64,7 @@ def quarters() -> set[bytes]:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 64), (64, 40), (16, 16)])
-def test_each_part_of_a_image_is_found_once_wherever_it_lies_in_the_models_square(size):
+def test_each_part_of_an_image_is_found_once_wherever_it_lies_in_the_models_square(size):
     (masks,) = Boxes().segment([image(*size)])
     assert {mask.tobytes() for mask in masks} == quarters()
     assert len(masks) == 4

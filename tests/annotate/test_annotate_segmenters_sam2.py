@@ -71,13 +71,13 @@ def test_points_and_images_reach_the_model_as_its_own_processor_would_send_them(
         pixels = torch.from_numpy(image.pixels.copy()).permute(2, 0, 1)[None].float()
         pixels = torch.nn.functional.interpolate(pixels, (128, 128), mode="bilinear", antialias=True) / 255
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        found = segmenter.network(
+        expected = segmenter.network(
             pixel_values=(pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1),
             input_points=torch.tensor([[[[0.25 * 128 - 0.5, 0.75 * 128 - 0.5]]]]),
         )
     assert extent.tolist() == [[1, 1]]
-    torch.testing.assert_close(drawn.logits, found.pred_masks[0], atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(drawn.quality, found.iou_scores[0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(drawn.logits, expected.pred_masks[0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(drawn.quality, expected.iou_scores[0], atol=1e-4, rtol=1e-3)
 
 
 def test_a_shard_gets_its_masks_and_the_sidecar_names_the_weights(folder, tmp_path):

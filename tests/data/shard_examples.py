@@ -51,8 +51,8 @@ def caption_of(key: str) -> str:
 def spans_of(caption: str) -> list[Span]:
     """The phrases of `caption_of`'s captions: the whole, "a dog", "sitting on a red chair", "a red chair"."""
     phrases = {"a dog": "NP", "sitting on a red chair": "VP", "a red chair": "NP"}
-    places = [(caption.index(text), caption.index(text) + len(text), label) for text, label in phrases.items()]
-    return [Span(0, len(caption), "S"), *(Span(*place) for place in places)]
+    spans = [(caption.index(text), caption.index(text) + len(text), label) for text, label in phrases.items()]
+    return [Span(0, len(caption), "S"), *(Span(*span) for span in spans)]
 
 
 def sample(key: str, image: bytes | None = None, caption: bytes | str | None = None, suffix: str = "png") -> Members:
@@ -123,5 +123,5 @@ def loader(paths: Sequence[Path], ranks: Ranks = SINGLE, warn=None, **settings: 
     """Batches of 4 without trees, but for what `settings` of the spec or of the options say."""
     options = ShardOptions(**{"trees": False} | {name: settings.pop(name) for name in OPTIONS & settings.keys()})
     spec = BatchSpec(**{"image_size": (16, 16), "grid": (2, 2), "batch_size": 4, "regions": 3} | settings)
-    found = open_shards(list(paths), options.sidecars, strict=options.strict, max_bad=options.max_bad)
-    return ShardLoader(found, spec, TOKENIZER, options, ranks, warn)
+    shards = open_shards(list(paths), options.sidecars, strict=options.strict, max_bad=options.max_bad)
+    return ShardLoader(shards, spec, TOKENIZER, options, ranks, warn)

@@ -123,7 +123,7 @@ def test_a_tree_that_is_missing_or_does_not_match_is_counted_and_flat(tmp_path):
     assert corpus.fallbacks == {NO_TREE: 1, WRONG_TREE: 1}
     assert len(corpus.trees[0].nodes) > 1
     assert corpus.trees[1:] == [flat_tree(caption) for caption in corpus.captions[1:]]
-    assert read_corpus([shard], 8).fallbacks == {}  # nobody asked for trees
+    assert read_corpus([shard], 8).fallbacks == {}  # no trees were asked for
 
 
 def test_trees_are_read_from_the_sidecars_of_the_shards(tmp_path):

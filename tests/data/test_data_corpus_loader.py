@@ -133,11 +133,11 @@ def test_a_batch_larger_than_the_corpus_is_refused(corpus, tokenizer):
 
 def test_chosen_captions_are_packed_as_if_they_were_alone(corpus, tokenizer):
     packed = pack_corpus(corpus, tokenizer)
-    chosen = torch.tensor([7, 2, 2, 0, 11])
-    tokenized = [tokenizer.encode(corpus.captions[i]) for i in chosen.tolist()]
+    captions = torch.tensor([7, 2, 2, 0, 11])
+    tokenized = [tokenizer.encode(corpus.captions[i]) for i in captions.tolist()]
     for length in (13, 16, 40):
-        taken = take_phrases(packed.phrases, chosen, length)
-        direct = pack_phrases([corpus.trees[i] for i in chosen.tolist()], tokenized, length)
+        taken = take_phrases(packed.phrases, captions, length)
+        direct = pack_phrases([corpus.trees[i] for i in captions.tolist()], tokenized, length)
         for field in fields(direct):
             one, other = getattr(taken, field.name), getattr(direct, field.name)
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
@@ -175,11 +175,11 @@ def test_sorting_puts_the_same_pairs_in_the_order_of_their_captions_lengths(corp
     assert plain.lengths == tuple((plain.tokens.argmax(1) + 1).tolist())
     assert plain.short == 0
     assert plain.token_groups is plain.tokens
-    places = [plain.keys.index(key) for key in ordered.keys]
+    rows = [plain.keys.index(key) for key in ordered.keys]
     for name in ("images", "tokens", "regions"):
-        assert torch.equal(getattr(ordered, name), getattr(plain, name)[places])
+        assert torch.equal(getattr(ordered, name), getattr(plain, name)[rows])
     nodes = plain.phrases.node_offsets.diff()
-    assert torch.equal(ordered.phrases.node_offsets.diff(), nodes[places])
+    assert torch.equal(ordered.phrases.node_offsets.diff(), nodes[rows])
 
 
 def test_only_the_longest_eighth_of_the_captions_is_padded_to_the_longest():

@@ -62,12 +62,12 @@ def test_crops_of_square_images_have_any_area_and_shape_that_fits(smallest):
 def test_an_image_of_any_shape_gives_crops_of_the_areas_that_fit_and_else_the_largest_in_the_middle(ratio):
     draws = torch.rand(2000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     area, aspect = measured(crops := crop_boxes(draws, 0.1, ratio), ratio)
-    asked = 0.1 + 0.9 * draws[:, 0]
+    drawn = 0.1 + 0.9 * draws[:, 0]
     most = min(1.0, 4 / 3 / ratio, ratio * 4 / 3)  # the largest crop that has an allowed shape
     assert aspect.min() >= 3 / 4 - 1e-6
     assert aspect.max() <= 4 / 3 + 1e-6
-    torch.testing.assert_close(area, asked.clamp(max=most))
-    middle = crops[asked > most]
+    torch.testing.assert_close(area, drawn.clamp(max=most))
+    middle = crops[drawn > most]
     assert (len(middle) > 0) == (most < 1)
     torch.testing.assert_close(middle[:, :2], 1 - middle[:, 2:])
 

@@ -37,18 +37,18 @@ def test_a_region_comes_back_as_it_was_within_the_bytes_it_may_take(mask):
 def test_whatever_the_mask_it_stays_within_its_bytes_and_is_exact_unless_stored_coarsely(mask):
     packed = pack_mask(mask)
     assert len(packed) <= LARGEST
-    back = unpack_mask(packed)
+    unpacked = unpack_mask(packed)
     coarse = to_grid(mask, GRID // 2).repeat(2, axis=0).repeat(2, axis=1)
-    assert (back == mask).all() or (back == coarse).all()
+    assert (unpacked == mask).all() or (unpacked == coarse).all()
 
 
 def test_noise_is_stored_coarsely_and_keeps_its_large_features():
     noise = np.random.default_rng(0).random((GRID, GRID)) < np.where(COLUMNS < GRID // 2, 0.1, 0.9)
     packed = pack_mask(noise)
     assert len(packed) == 129
-    back = unpack_mask(packed)
-    assert back[:, : GRID // 2].mean() < 0.2
-    assert back[:, GRID // 2 :].mean() > 0.8
+    unpacked = unpack_mask(packed)
+    assert unpacked[:, : GRID // 2].mean() < 0.2
+    assert unpacked[:, GRID // 2 :].mean() > 0.8
 
 
 @pytest.mark.parametrize("value", [False, True])
@@ -83,13 +83,13 @@ def test_a_mask_with_a_pixel_has_a_cell_and_one_without_has_none(height, width, 
     mask[row, column] = True
     cells = to_grid(mask)
     # The cell that holds the middle of the pixel is among them, or a neighbour that holds as much of it.
-    found = np.argwhere(cells)
-    assert len(found)
+    covered = np.argwhere(cells)
+    assert len(covered)
     expected = np.array([(row + 0.5) * GRID / height, (column + 0.5) * GRID / width])
-    assert abs(found + 0.5 - expected).max(axis=1).min() <= 1 + max(GRID / height, GRID / width)
+    assert abs(covered + 0.5 - expected).max(axis=1).min() <= 1 + max(GRID / height, GRID / width)
 
 
-def test_half_a_image_is_half_of_the_grid_whatever_the_images_size():
+def test_half_an_image_is_half_of_the_grid_whatever_the_images_size():
     for height, width in ((480, 640), (63, 65), (1000, 31), (5, 7)):
         mask = np.zeros((height, width), bool)
         mask[:, : width // 2] = True

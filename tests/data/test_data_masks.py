@@ -17,7 +17,7 @@ from powerclip.data.masks import choose_regions, overlaps
 WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 
-def chosen(packed: list[bytes], count: int, box: tuple[float, ...], grid: tuple[int, int]) -> torch.Tensor:
+def regions_of(packed: list[bytes], count: int, box: tuple[float, ...], grid: tuple[int, int]) -> torch.Tensor:
     """The regions of one image."""
     (regions,) = choose_regions([packed], torch.tensor([box], dtype=torch.float64), count, grid)
     return regions
@@ -48,7 +48,7 @@ def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(mask,
     )
     seen = crop.pixels[..., 0].float().unfold(0, patch, patch).unfold(1, patch, patch).mean((2, 3)).flatten() / 255
     assume(seen.max() > 0.6)  # else it is the most covered patch, see below
-    regions = chosen([pack_mask(mask)], 1, crop.box, grid)
+    regions = regions_of([pack_mask(mask)], 1, crop.box, grid)
     assert regions.shape == (1, 35)
     sure = (seen - 0.5).abs() > 0.08  # a patch that is half covered may fall to either side
     assert torch.equal(regions[0][sure], (seen > 0.5)[sure])
@@ -56,23 +56,23 @@ def test_a_mask_drawn_on_the_image_lands_on_the_same_pixels_after_the_crop(mask,
 
 def test_a_mask_too_small_for_any_patch_is_the_patch_that_it_covers_most():
     small = block(0.3, 0.6, 0.35, 0.65)
-    (region,) = chosen([pack_mask(small)], 1, WHOLE, (2, 2))
+    (region,) = regions_of([pack_mask(small)], 1, WHOLE, (2, 2))
     assert region.tolist() == [False, False, True, False]
 
 
 def test_a_mask_that_the_crop_empties_gives_way_to_the_next():
     left, right = pack_mask(block(0, 0, 0.25, 1)), pack_mask(block(0.75, 0, 1, 1))
     half = (0.5, 0.0, 1.0, 1.0)
-    (region,) = chosen([left] * 9 + [right], 1, half, (2, 2))
+    (region,) = regions_of([left] * 9 + [right], 1, half, (2, 2))
     assert region.tolist() == [False, True, False, True]
-    assert chosen([left] * 9, 3, half, (2, 2)).shape == (0, 4)
+    assert regions_of([left] * 9, 3, half, (2, 2)).shape == (0, 4)
 
 
 def test_masks_are_taken_in_their_order_until_there_are_enough():
     packed = [pack_mask(block(column / 4, 0, (column + 1) / 4, 1)) for column in range(4)]
-    assert chosen(packed[::-1], 2, WHOLE, (1, 4)).int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
-    assert chosen(packed, 9, WHOLE, (1, 4)).shape == (4, 4)
-    assert chosen([], 9, WHOLE, (1, 4)).shape == (0, 4)
+    assert regions_of(packed[::-1], 2, WHOLE, (1, 4)).int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
+    assert regions_of(packed, 9, WHOLE, (1, 4)).shape == (4, 4)
+    assert regions_of([], 9, WHOLE, (1, 4)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
@@ -87,7 +87,7 @@ def test_the_masks_of_a_batch_are_those_of_its_images(at_once, monkeypatch):
     together = choose_regions(listed, torch.tensor(boxes, dtype=torch.float64), 3, (4, 4))
     assert len({len(regions) for regions in together}) > 2
     for packed, box, regions in zip(listed, boxes, together, strict=True):
-        assert torch.equal(regions, chosen(packed, 3, box, (4, 4)))
+        assert torch.equal(regions, regions_of(packed, 3, box, (4, 4)))
 
 
 @given(st.floats(0, 0.9), st.floats(0.05, 1.0), st.integers(1, 20))

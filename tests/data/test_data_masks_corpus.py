@@ -101,10 +101,10 @@ def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_re
     crops = crop_boxes(torch.rand(40, 4, generator=generator), smallest)
     boxes = random_boxes(40, count, grid, generator)
     draws = torch.rand(40, masks.most, generator=generator)
-    chosen = masks.choose(images, crops, draws, boxes, grid)
-    assert chosen.shape == boxes.shape
+    selected = masks.choose(images, crops, draws, boxes, grid)
+    assert selected.shape == boxes.shape
     hidden = 0
-    for number, crop, draw, box, regions in zip(images.tolist(), crops, draws, boxes, chosen, strict=True):
+    for number, crop, draw, box, regions in zip(images.tolist(), crops, draws, boxes, selected, strict=True):
         covers = [cover_of(mask, crop, grid) for mask in list(MASKS.values())[number]]
         shown = [at for at, cover in enumerate(covers) if cover.any()]
         hidden += len(covers) - len(shown)
@@ -118,15 +118,15 @@ def test_regions_are_those_of_the_masks_that_the_crop_shows_and_boxes_for_the_re
     assert (hidden > 0) == (smallest < 0.5)
 
 
-def test_all_masks_of_a_image_are_the_regions_that_shards_would_have(masks):
+def test_all_masks_of_an_image_are_the_regions_that_shards_would_have(masks):
     # The edges of the patches are those of cells, so that nothing is rounded, here or there.
     box = (0.375, 0.125, 0.875, 0.625)
     crop = torch.tensor([box])
     for number, listed in enumerate(MASKS.values()):
         (expected,) = choose_regions([[pack_mask(mask) for mask in listed]], crop.double(), 12, (4, 8))
         none = torch.zeros(1, 12, 32, dtype=torch.bool)
-        (found,) = masks.choose(torch.tensor([number]), crop, torch.rand(1, masks.most), none, (4, 8))
-        assert sorted(found[found.any(-1)].tolist()) == sorted(expected.tolist())
+        (regions,) = masks.choose(torch.tensor([number]), crop, torch.rand(1, masks.most), none, (4, 8))
+        assert sorted(regions[regions.any(-1)].tolist()) == sorted(expected.tolist())
 
 
 def test_masks_are_drawn_without_repetition_and_all_in_time():
@@ -195,19 +195,19 @@ def test_the_same_seeds_and_step_choose_the_same_masks_and_others_others(corpus,
     assert torch.equal(one, again)
     # Whole images, of which each has masks enough: nothing but the choice differs.
     many = CorpusMasks(masks.bits, masks.first[[3] * 8], masks.counts[[3] * 8], masks.most)
-    chosen = [loader(corpus, many, crop=1.0, augment_seed=seed).batch(step) for seed, step in ((0, 0), (1, 0), (0, 1))]
-    assert len({batch.regions.numpy().tobytes() for batch in chosen}) == 3
+    batches = [loader(corpus, many, crop=1.0, augment_seed=seed).batch(step) for seed, step in ((0, 0), (1, 0), (0, 1))]
+    assert len({batch.regions.numpy().tobytes() for batch in batches}) == 3
 
 
 @pytest.mark.parametrize("sort", [False, True])
-def test_a_image_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort):
+def test_an_image_has_the_same_regions_on_any_number_of_ranks(corpus, masks, sort):
     whole = loader(corpus, masks, sort_by_length=sort).batch(1)
     known = dict(zip(whole.keys, whole.regions, strict=True))
     for count in (2, 4):
         parts = [loader(corpus, masks, Ranks(rank, count), sort_by_length=sort).batch(1) for rank in range(count)]
-        found = [pair for part in parts for pair in zip(part.keys, part.regions, strict=True)]
-        assert len(found) == 8
-        assert all(torch.equal(regions, known[key]) for key, regions in found)
+        pairs = [pair for part in parts for pair in zip(part.keys, part.regions, strict=True)]
+        assert len(pairs) == 8
+        assert all(torch.equal(regions, known[key]) for key, regions in pairs)
 
 
 def test_how_many_masks_are_unpacked_at_once_changes_nothing(corpus, masks, monkeypatch):
@@ -246,11 +246,11 @@ def test_what_is_missing_stale_or_broken_is_counted_and_gets_boxes(tmp_path):
     masks = read_masks(corpus, side)
     assert masks.fallbacks == {STALE: 1, NO_ROW: 1 + 3, NO_MASK: 1, BROKEN: 1}
     assert masks.counts.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
-    plain, masked = (loader(corpus, some, crop=1.0, grid=(1, 2)).batch(0) for some in (None, masks))
+    plain, masked = (loader(corpus, stored, crop=1.0, grid=(1, 2)).batch(0) for stored in (None, masks))
     for key, boxes, regions in zip(plain.keys, plain.regions, masked.regions, strict=True):
-        taken = 1 if key == "s0000" else 0
-        assert regions[:taken].tolist() == [[True, False]] * taken
-        assert torch.equal(regions[taken:], boxes[taken:])
+        count = 1 if key == "s0000" else 0
+        assert regions[:count].tolist() == [[True, False]] * count
+        assert torch.equal(regions[count:], boxes[count:])
 
 
 def test_a_corpus_of_which_no_image_has_masks_has_boxes(tmp_path):
@@ -258,7 +258,7 @@ def test_a_corpus_of_which_no_image_has_masks_has_boxes(tmp_path):
     corpus = read_corpus([shard], 20)
     masks = read_masks(corpus)
     assert (masks.most, masks.fallbacks) == (0, {NO_ROW: 4})
-    plain, masked = (loader(corpus, some, batch_size=4).batch(0) for some in (None, masks))
+    plain, masked = (loader(corpus, stored, batch_size=4).batch(0) for stored in (None, masks))
     assert torch.equal(plain.regions, masked.regions)
 
 

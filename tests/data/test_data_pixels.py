@@ -18,8 +18,8 @@ def sampled(images: Tensor, crops: Tensor, size: tuple[int, int]) -> Tensor:
     # From −1 … 1 in the crop to −1 … 1 in the image.
     theta[:, [0, 1], [0, 1]], theta[:, :, 2] = end - start, start + end - 1
     where = F.affine_grid(theta, [len(crops), 3, *size], align_corners=False)
-    found = F.grid_sample(images.double(), where, mode="bicubic", padding_mode="border", align_corners=False)
-    return found.clamp(0, 255)
+    pixels = F.grid_sample(images.double(), where, mode="bicubic", padding_mode="border", align_corners=False)
+    return pixels.clamp(0, 255)
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_crops_are_those_of_grid_sample(image: tuple[int, int], size: tuple[int,
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, *image), generator=generator, dtype=torch.uint8)
     crops = crop_boxes(torch.rand(6, 4, generator=generator), smallest)
-    found = crop_batch(images, crops, size)
-    assert found.shape == (6, 3, *size)
-    assert found.is_contiguous()
+    pixels = crop_batch(images, crops, size)
+    assert pixels.shape == (6, 3, *size)
+    assert pixels.is_contiguous()
     # float32 knows a place of 128 to 1e-5 pixels, of which each may differ from the next by 255.
-    torch.testing.assert_close(found.double(), sampled(images, crops, size), rtol=0, atol=0.02)
+    torch.testing.assert_close(pixels.double(), sampled(images, crops, size), rtol=0, atol=0.02)
 
 
 def test_a_whole_image_at_its_own_size_is_itself() -> None:

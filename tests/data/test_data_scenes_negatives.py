@@ -27,19 +27,19 @@ def words(caption: str) -> list[str]:
 
 def described(caption: str) -> list[tuple[str, frozenset[str]]]:
     """The (shape, adjectives) of each "a …" or "an …" noun phrase, read from the text alone."""
-    found = []
+    objects = []
     adjectives: set[str] | None = None
     for word in words(caption):
         if word in ("a", "an"):
             adjectives = set()
         elif adjectives is not None and word in SHAPES:
-            found.append((word, frozenset(adjectives)))
+            objects.append((word, frozenset(adjectives)))
             adjectives = None
         elif adjectives is not None and (word in COLOURS or word in PATTERNS or word in ("small", "large")):
             adjectives.add(word)
         else:
             adjectives = None
-    return found
+    return objects
 
 
 def test_all_seven_kinds_occur_often(pairs):

@@ -391,6 +391,6 @@ def test_sorting_puts_the_same_samples_in_the_order_of_their_captions_lengths(sh
     assert ordered.lengths == tuple(lengths)
     assert plain.lengths == tuple((plain.tokens.argmax(1) + 1).tolist())
     assert ordered.short >= lengths[13]
-    places = [plain.keys.index(key) for key in ordered.keys]
-    assert torch.equal(ordered.images, plain.images[places])
-    assert torch.equal(ordered.regions, plain.regions[places])
+    rows = [plain.keys.index(key) for key in ordered.keys]
+    assert torch.equal(ordered.images, plain.images[rows])
+    assert torch.equal(ordered.regions, plain.regions[rows])

@@ -123,7 +123,7 @@ def regions_broken(path: Path, masks: dict, images: dict) -> None:
         (regions_broken, "regions/broken"),
     ],
 )
-def test_a_image_without_its_masks_gets_random_boxes_and_is_counted(tmp_path, make, fault):
+def test_an_image_without_its_masks_gets_random_boxes_and_is_counted(tmp_path, make, fault):
     (path,) = write_samples(tmp_path, [4])
     names = [f"s{number:04d}" for number in range(4)]
     make(path, {key: [block(0, 0, 1, 1)] for key in names}, {key: dict(sample(key))[f"{key}.png"] for key in names})

@@ -13,9 +13,9 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 
 
 def epoch(order: StreamOrder, number: int) -> list[tuple[int, int]]:
-    places = [order.sample_at(position) for position in range(number * order.samples, (number + 1) * order.samples)]
-    assert {place.epoch for place in places} == {number}
-    return [(place.shard, place.number) for place in places]
+    samples = [order.sample_at(position) for position in range(number * order.samples, (number + 1) * order.samples)]
+    assert {sample.epoch for sample in samples} == {number}
+    return [(sample.shard, sample.number) for sample in samples]
 
 
 @given(COUNTS, st.integers(1, 4), st.integers(0, 5))
@@ -58,8 +58,8 @@ def test_a_stand_in_comes_from_the_window_but_never_from_the_batch(counts, step,
     order = StreamOrder(counts, 2, window)
     batch = range(4 * step, 4 * step + 4)
     for position in batch:
-        own = order._window_at(*divmod(position, order.samples))
-        members = {own.sample_at(position // order.samples, at) for at in range(len(own))}
+        shard_window = order._window_at(*divmod(position, order.samples))
+        members = {shard_window.sample_at(position // order.samples, at) for at in range(len(shard_window))}
         shown = {order.sample_at(other) for other in batch}
         spares = {order.substitute(position, attempt, batch) for attempt in range(1, 6)}
         assert spares <= members

@@ -45,8 +45,8 @@ def test_what_names_no_shard_is_said_in_one_line(text, expected):
 
 def test_shards_are_counted_once_and_then_known(tmp_path, monkeypatch):
     paths = write_samples(tmp_path, [3, 5])
-    found = open_shards(paths)
-    assert (found.counts, found.samples, found.summary()) == ([3, 5], 8, "2 shards, 8 samples")
+    shards = open_shards(paths)
+    assert (shards.counts, shards.samples, shards.summary()) == ([3, 5], 8, "2 shards, 8 samples")
     assert all(index_path(path).is_file() for path in paths)
     monkeypatch.setattr(module, "index_shards", lambda *args, **options: pytest.fail("indexed twice"))
     assert open_shards(paths).counts == [3, 5]
@@ -78,11 +78,11 @@ def test_missing_empty_and_torn_shards_are_left_out_and_said(tmp_path):
     paths[1].write_bytes(b"")
     data = paths[2].read_bytes()
     paths[2].write_bytes(data[: len(data) // 2])
-    found = open_shards(paths, max_bad=0.5)
-    assert found.counts[0] == found.counts[1] == 0
-    assert 0 < found.counts[2] < 4
-    assert found.counts[3] == 4
-    assert "1 shard missing or not to be opened; 1 shard empty file; 1 shard cut off" in found.summary()
+    shards = open_shards(paths, max_bad=0.5)
+    assert shards.counts[0] == shards.counts[1] == 0
+    assert 0 < shards.counts[2] < 4
+    assert shards.counts[3] == 4
+    assert "1 shard missing or not to be opened; 1 shard empty file; 1 shard cut off" in shards.summary()
     with pytest.raises(UserError, match=r"3 shards of 4 missing or damaged, the first: .*00000\.tar.*data\.max_bad"):
         open_shards(paths, max_bad=0.4)
     with pytest.raises(UserError, match=r"3 shards of 4 missing or damaged.*data\.strict: false"):

@@ -21,13 +21,13 @@ from powerclip.errors import UserError
 def extents(path, index) -> dict[str, bytes]:
     """Every file that an index knows, read at its place."""
     data = path.read_bytes()
-    found = {}
+    files = {}
     for number, key in enumerate(index.keys):
         offset, size = index.image(number)
-        found[f"{key}.png"] = data[offset : offset + size]
+        files[f"{key}.png"] = data[offset : offset + size]
         for (offset, size), suffix in index.caption_files(number):
-            found[f"{key}.{suffix}"] = data[offset : offset + size]
-    return found
+            files[f"{key}.{suffix}"] = data[offset : offset + size]
+    return files
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -67,7 +67,7 @@ def test_a_size_that_only_a_pax_record_tells_is_read(tmp_path):
     assert make_index(path).keys == ["one"]
 
 
-def test_samples_without_a_image_or_a_caption_are_left_out_and_counted(tmp_path):
+def test_samples_without_an_image_or_a_caption_are_left_out_and_counted(tmp_path):
     members = [("a.txt", "no image"), *sample("b"), ("c.png", b"x"), ("d.png", b"x"), ("d.txt", b""), ("e.png", b"")]
     members += [("e.txt", "an empty image"), ("f.gif", b"x"), ("f.txt", "not an image's suffix")]
     index = make_index(write_shard(tmp_path / "a.tar", members))
@@ -102,8 +102,8 @@ def test_damage_is_said_not_raised(tmp_path):
     second = make_index(path).image(1).offset - 512
     data[second : second + 512] = b"\xff" * 512
     hole.write_bytes(data)
-    found = {one.stem: make_index(one).info for one in (empty, other, hole, packed)}
-    assert {name: (info.damage, info.samples) for name, info in found.items()} == {
+    infos = {one.stem: make_index(one).info for one in (empty, other, hole, packed)}
+    assert {name: (info.damage, info.samples) for name, info in infos.items()} == {
         "empty": ("empty file", 0),
         "other": ("not a tar", 0),
         "hole": ("cut off", 0),
@@ -119,8 +119,8 @@ def test_a_member_whose_name_begins_like_a_compressed_file_is_a_member(tmp_path)
 def test_iter_members_yields_names_and_places_and_raises_at_the_damage(tmp_path):
     path = write_shard(tmp_path / "a.tar", [("a.png", b"image"), ("a.txt", "caption")])
     content = path.read_bytes()
-    found = [(member.name, content[member.offset : member.offset + member.size]) for member in iter_members(path)]
-    assert found == [("a.png", b"image"), ("a.txt", b"caption")]
+    members = [(member.name, content[member.offset : member.offset + member.size]) for member in iter_members(path)]
+    assert members == [("a.png", b"image"), ("a.txt", b"caption")]
     os.truncate(path, 1024)
     members = iter_members(path)
     assert next(members).name == "a.png"

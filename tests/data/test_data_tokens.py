@@ -273,11 +273,11 @@ def test_leaves_partition_the_word_tokens_and_nodes_are_runs_of_leaves(
     assert all(words[start] and words[end - 1] for start, end in ranges)
     assert sum(sum(words[start:end]) for start, end in ranges) == sum(words)
 
-    found = node_ranges(phrases)
-    assert len(found) >= 1
-    assert len(set(found)) == len(found)
-    assert all(0 <= start < end <= len(ranges) for start, end in found)
-    assert found[0] == (0, len(ranges))
+    ranges_of_nodes = node_ranges(phrases)
+    assert len(ranges_of_nodes) >= 1
+    assert len(set(ranges_of_nodes)) == len(ranges_of_nodes)
+    assert all(0 <= start < end <= len(ranges) for start, end in ranges_of_nodes)
+    assert ranges_of_nodes[0] == (0, len(ranges))
     assert phrases.max_leaves == len(ranges)
     if nodes == "all":
-        assert {(leaf, leaf + 1) for leaf in range(len(ranges))} <= set(found)
+        assert {(leaf, leaf + 1) for leaf in range(len(ranges))} <= set(ranges_of_nodes)

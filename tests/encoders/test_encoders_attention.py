@@ -19,17 +19,17 @@ def test_a_hidden_patch_is_as_good_as_absent(variant, training, images):
     torch.manual_seed(0)
     model = build(config=tiny_config(variant)).train(training)
     with torch.set_grad_enabled(training):
-        found = model(images, captions(9, 4, 12), selector=lambda context: Selection(KEPT, SHOWN))
+        masked = model(images, captions(9, 4, 12), selector=lambda context: Selection(KEPT, SHOWN))
         for row in range(3):
             alone = model(
                 images[row : row + 1],
                 captions(9),
                 selector=lambda context, row=row: KEPT[row : row + 1, SHOWN[row]],
             )
-            torch.testing.assert_close(found.image[row], alone.image[0], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(found.patches[row, SHOWN[row]], alone.patches[0], atol=1e-5, rtol=1e-4)
-    assert torch.equal(found.kept, KEPT)
-    assert torch.equal(found.shown, SHOWN)
+            torch.testing.assert_close(masked.image[row], alone.image[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(masked.patches[row, SHOWN[row]], alone.patches[0], atol=1e-5, rtol=1e-4)
+    assert torch.equal(masked.kept, KEPT)
+    assert torch.equal(masked.shown, SHOWN)
 
 
 def test_every_image_gets_its_own_mask_whatever_its_neighbours_hide(images):

@@ -24,8 +24,8 @@ def pair(variant="clip"):
 def test_features_and_gradients_are_open_clips(variant, images):
     plain, packed = pair(variant)
     for model in (plain, packed):
-        found = model(images, captions(9, 4, 12))
-        (found.image.sum() + found.patches.square().sum() + found.text.sum() + found.words[:, :4].sum()).backward()
+        out = model(images, captions(9, 4, 12))
+        (out.image.sum() + out.patches.square().sum() + out.text.sum() + out.words[:, :4].sum()).backward()
     one, other = plain(images, captions(9, 4, 12)), packed(images, captions(9, 4, 12))
     torch.testing.assert_close(one.image, other.image)
     torch.testing.assert_close(one.patches, other.patches)
@@ -48,10 +48,10 @@ def test_each_image_hides_its_own_patches(images):
     plain, packed = pair()
     kept = torch.tensor([[0, 3, 8], [1, 2, 5], [4, 6, 7]])
     shown = torch.tensor([[True, True, True], [True, False, True], [False, False, True]])
-    found = [
+    pooled = [
         forward_image(model.clip.visual, images, lambda context: Selection(kept, shown))[0] for model in (plain, packed)
     ]
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*pooled)
 
 
 def test_tokens_that_are_not_there_change_nothing():
@@ -59,11 +59,11 @@ def test_tokens_that_are_not_there_change_nothing():
     holder = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=True)])
     use_packed_attention(holder)
     x, lengths = torch.randn(3, 6, 16), torch.tensor([6, 1, 4])
-    found = holder[0](x, x, x, need_weights=False, attn_mask=lengths.float())[0]
+    attended = holder[0](x, x, x, need_weights=False, attn_mask=lengths.float())[0]
     for row, length in enumerate(lengths.tolist()):
         alone = x[row : row + 1, :length]
         expected = holder[0](alone, alone, alone, need_weights=False)[0]
-        torch.testing.assert_close(found[row, :length], expected[0])
+        torch.testing.assert_close(attended[row, :length], expected[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -72,10 +72,10 @@ def test_on_a_gpu_sequences_lie_end_to_end():
     packed = torch.randn(4, 9, 3, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     lengths = torch.tensor([9, 1, 4, 8], device="cuda")
     expected = packed.detach().float().requires_grad_()
-    found, other = attend_in_groups(packed, lengths), attend_in_groups(expected, lengths)
-    torch.testing.assert_close(found.float(), other, atol=0.02, rtol=0.02)
+    attended, other = attend_in_groups(packed, lengths), attend_in_groups(expected, lengths)
+    torch.testing.assert_close(attended.float(), other, atol=0.02, rtol=0.02)
     weights = torch.randn_like(other)
-    (found.float() * weights).sum().backward()
+    (attended.float() * weights).sum().backward()
     (other * weights).sum().backward()
     torch.testing.assert_close(packed.grad.float(), expected.grad, atol=0.05, rtol=0.05)
 

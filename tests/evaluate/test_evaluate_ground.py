@@ -94,7 +94,7 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
         ground(path, CAPTION, "no-such-model", tmp_path / "out.png")
 
 
-def test_a_image_that_was_cut_short_is_named(image, tmp_path):
+def test_an_image_that_was_cut_short_is_named(image, tmp_path):
     path = tmp_path / "cut.png"
     path.write_bytes(image.read_bytes()[:-200])
     with pytest.raises(UserError, match=r"cut\.png"):

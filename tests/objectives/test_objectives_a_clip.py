@@ -35,10 +35,10 @@ def attached(encoder=None, **settings):
 
 def test_a_crop_of_whole_pixels_is_those_pixels():
     image = torch.randn(1, 3, 8, 8)
-    found = take_crops(image, torch.tensor([[0.25, 0.5, 0.75, 1.0]]))
-    assert found.shape == image.shape
+    crop = take_crops(image, torch.tensor([[0.25, 0.5, 0.75, 1.0]]))
+    assert crop.shape == image.shape
     expected = F.interpolate(image[:, :, 4:8, 2:6], size=(8, 8), mode="bilinear", align_corners=False)
-    torch.testing.assert_close(found[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1])
+    torch.testing.assert_close(crop[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1])
     torch.testing.assert_close(take_crops(image, torch.tensor([[0.0, 0.0, 1.0, 1.0]])), image)
 
 
@@ -93,16 +93,16 @@ def test_views_that_are_no_pairs_are_refused():
 def test_the_total_is_the_weighted_sum_of_all_three():
     encoder, objective = attached()
     batch = tiny_batch(6)
-    found = encode(objective, encoder, batch)
-    terms = objective.loss(found, batch)
-    one, other = (clip_loss(view, found.text, found.logit_scale) for view in (found.image, found.extra.second))
-    contrasted, predicted, target = objective.run_heads(found.extra)
+    encoded = encode(objective, encoder, batch)
+    terms = objective.loss(encoded, batch)
+    one, other = (clip_loss(view, encoded.text, encoded.logit_scale) for view in (encoded.image, encoded.extra.second))
+    contrasted, predicted, target = objective.run_heads(encoded.extra)
     contrast = simclr_loss(contrasted[:, 0], contrasted[:, 1], 0.1)
     torch.testing.assert_close(terms.total, (one + other) / 2 + contrast + 2 * byol_loss(predicted, target))
     assert terms.parts.keys() == {"clip", "simclr", "byol"}
-    assert isinstance(found.extra, TwoViews)
+    assert isinstance(encoded.extra, TwoViews)
     assert not target.requires_grad
-    assert not found.extra.seen.requires_grad
+    assert not encoded.extra.seen.requires_grad
 
 
 # ---- the teacher -----------------------------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ def test_the_teacher_starts_as_the_tower_and_follows_it_by_its_momentum():
 
 def test_the_momentum_goes_from_0_996_to_1_along_a_cosine():
     objective = AClip()
-    found = []
+    momenta = []
     for step in (0, 5, 10):
         objective.progress(step, 10)
-        found.append(objective.momentum)
-    assert found == pytest.approx([0.996, 0.998, 1.0])
+        momenta.append(objective.momentum)
+    assert momenta == pytest.approx([0.996, 0.998, 1.0])
 
 
 def test_the_teacher_is_saved_but_not_optimised():
@@ -157,8 +157,8 @@ def test_the_patches_that_stay_are_those_that_the_teacher_attends_to(monkeypatch
     monkeypatch.setattr(
         "powerclip.objectives.a_clip.forward_attention", lambda visual, images: (torch.ones(3, 32), scores)
     )
-    found = encode(objective, encoder, batch)
-    assert found.kept.tolist() == [[2, 3, 6, 7, 8, 9, 12, 13]] * 3
+    encoded = encode(objective, encoder, batch)
+    assert encoded.kept.tolist() == [[2, 3, 6, 7, 8, 9, 12, 13]] * 3
 
 
 def test_a_grid_that_does_not_divide_into_cells_is_answered_with_the_setting():
@@ -207,6 +207,6 @@ def test_scores_stay_where_they_are_when_the_crop_is_the_same():
 def test_scores_move_with_the_crop():
     ramp = torch.arange(8.0).repeat(8, 1)  # column c of 8 over the whole image: its middle is at (c + ½) / 8
     whole, right = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.5, 0.25, 0.9, 0.75]])
-    found = resample_scores(ramp.flatten().unsqueeze(0), (8, 8), whole, right).view(8, 8)
+    resampled = resample_scores(ramp.flatten().unsqueeze(0), (8, 8), whole, right).view(8, 8)
     middles = 0.5 + 0.4 * (torch.arange(8) + 0.5) / 8
-    torch.testing.assert_close(found, (middles * 8 - 0.5).repeat(8, 1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(resampled, (middles * 8 - 0.5).repeat(8, 1), atol=1e-4, rtol=0)

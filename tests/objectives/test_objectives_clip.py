@@ -31,9 +31,9 @@ def test_value_and_gradients_are_open_clips(count, scale):
 
 
 def test_the_objective_is_the_loss_of_the_global_embeddings():
-    found = features(5)
-    terms = Clip().loss(found, tiny_batch(5))
-    assert torch.equal(terms.total, clip_loss(found.image, found.text, found.logit_scale))
+    encoded = features(5)
+    terms = Clip().loss(encoded, tiny_batch(5))
+    assert torch.equal(terms.total, clip_loss(encoded.image, encoded.text, encoded.logit_scale))
     assert terms.parts.keys() == {"clip"}
     assert not terms.parts["clip"].requires_grad
     assert not list(Clip().parameters())

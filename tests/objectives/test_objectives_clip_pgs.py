@@ -14,24 +14,24 @@ from powerclip.objectives.cluster_masking import embedding_similarity, pixel_sim
 
 def test_clip_pgs_never_masks_an_edge():
     images = noise_images(20)
-    chosen = planned(ClipPgs(), images)
+    plan = planned(ClipPgs(), images)
     edges = edge_strength(images, GRID) > 0.5
     assert edges.any(1).all()
-    for shown, strong in zip(visible(chosen), edges, strict=True):
+    for shown, strong in zip(visible(plan), edges, strict=True):
         assert set(strong.nonzero().flatten().tolist()) <= shown
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.3, 44), (0.5, 32)])
 def test_clip_pgs_has_two_variants(least, most):
-    chosen = planned(ClipPgs(ClipPgsSettings(least=least)), noise_images())
-    assert chosen.kept.shape == (6, most)
-    assert (chosen.shown.sum(1) <= most).all()
+    plan = planned(ClipPgs(ClipPgsSettings(least=least)), noise_images())
+    assert plan.kept.shape == (6, most)
+    assert (plan.shown.sum(1) <= most).all()
 
 
 def test_clip_pgs_masks_by_the_balanced_mixture():
     images, encoder, objective = noise_images(), larger_encoder(), ClipPgs(ClipPgsSettings(edge=1.0, least=0.0))
     objective.progress(3, 10)
-    found = visible(planned(objective, images, encoder))
+    shown = visible(planned(objective, images, encoder))
     drawn = torch.rand(6, 2, 64, generator=torch.Generator().manual_seed(0))
     anchors = drawn[:, 0].argsort(1)[:, :4]  # 5 % of 64
     _, patches = embed_image(encoder.clip.visual, images)
@@ -39,7 +39,7 @@ def test_clip_pgs_masks_by_the_balanced_mixture():
     plan = balance(mixture)
     near = torch.stack([plan[c, anchors[c]].amax(0).scatter(0, anchors[c], 9.0) for c in range(6)])
     limit = near.flatten().sort().values[6 * 32 - 1]  # half of all patches lie above
-    assert found == [set((row <= limit).nonzero().flatten().tolist()) for row in near]
+    assert shown == [set((row <= limit).nonzero().flatten().tolist()) for row in near]
 
 
 # ---- transport -------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_edges_are_sobels_of_the_patch_means():
 def test_a_step_is_an_edge_and_the_border_is_none():
     image = torch.zeros(1, 3, 16, 16)
     image[..., 8:] = 1
-    found = edge_strength(image, (4, 4))[0].view(4, 4)
-    assert (found[:, 1:3] > 0.9).all()
-    assert (found[:, [0, 3]] == 0).all()
+    strength = edge_strength(image, (4, 4))[0].view(4, 4)
+    assert (strength[:, 1:3] > 0.9).all()
+    assert (strength[:, [0, 3]] == 0).all()
     assert (edge_strength(torch.ones(1, 3, 16, 16), (4, 4)) == 0).all()

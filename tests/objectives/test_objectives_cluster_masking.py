@@ -39,12 +39,12 @@ def test_pixels_that_no_patch_has_are_an_error_and_not_other_patches():
 
 def test_pixel_similarity_is_the_cosine_of_standardised_patches():
     images = rand(1, 3, 8, 8)
-    found = pixel_similarity(images, (2, 2))[0]
+    similarity = pixel_similarity(images, (2, 2))[0]
     patches = [split_patches(images, (2, 2))[0, n] for n in range(4)]
     for i, one in enumerate(patches):
         for j, other in enumerate(patches):
             expected = cosine_similarity(one - one.mean(), other - other.mean(), dim=0)
-            assert found[i, j] == pytest.approx(float(expected), abs=1e-5)
+            assert similarity[i, j] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_brightness_and_contrast_do_not_count_between_patches():
@@ -56,9 +56,9 @@ def test_brightness_and_contrast_do_not_count_between_patches():
 def test_autocast_does_not_coarsen_similarities():
     patches = rand(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = embedding_similarity(patches)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, embedding_similarity(patches))
+        similarity = embedding_similarity(patches)
+    assert similarity.dtype == torch.float32
+    assert torch.equal(similarity, embedding_similarity(patches))
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
@@ -105,11 +105,11 @@ def test_a_patch_that_is_like_an_anchor_goes(seed, keep, threshold, anchors, edg
     protected = rand(3, 12, seed=seed + 2) < 0.3 if edges else None
     drawn = draw_anchors(rand(3, 12, seed=seed + 3), anchors, protected)
     near = anchor_similarity(similarity, drawn, protected)
-    found = mask_near(near, noise, keep, threshold=threshold, protected=protected)
-    assert found.kept.shape == found.shown.shape == (3, keep)
-    assert (found.kept.diff(dim=1) > 0).all()
+    selection = mask_near(near, noise, keep, threshold=threshold, protected=protected)
+    assert selection.kept.shape == selection.shown.shape == (3, keep)
+    assert (selection.kept.diff(dim=1) > 0).all()
     expected = literal_clusters(similarity, drawn.tolist(), noise, keep, threshold, protected)
-    assert [row[show].tolist() for row, show in zip(found.kept, found.shown, strict=True)] == expected
+    assert [row[show].tolist() for row, show in zip(selection.kept, selection.shown, strict=True)] == expected
 
 
 def test_anchors_are_drawn_among_patches_that_are_not_protected():
@@ -138,8 +138,8 @@ def test_a_share_that_is_masked_anyway_needs_no_threshold():
 def test_clusters_of_the_whole_batch_are_half_of_it_but_images_differ():
     similarity = pixel_similarity(rand(20, 3, 32, 32), (8, 8))
     near = anchor_similarity(similarity, draw_anchors(rand(20, 64), 2))
-    found = mask_near(near, rand(20, 64, seed=1), 64, ratio=0.5)
-    shares = found.shown.float().mean(1)
+    selection = mask_near(near, rand(20, 64, seed=1), 64, ratio=0.5)
+    shares = selection.shown.float().mean(1)
     assert shares.mean() == pytest.approx(0.5, abs=0.01)
     assert shares.std() > 0.005
 
@@ -154,10 +154,10 @@ def test_the_transformer_gets_fewer_patches(name, most):
     objective.attach(encoder)
     lengths = []
     encoder.clip.visual.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    found = encode(objective, encoder, batch)
+    encoded = encode(objective, encoder, batch)
     assert lengths == [1 + most]  # of 16
-    assert found.kept.shape == (6, most)
-    terms = objective.loss(found, batch)
+    assert encoded.kept.shape == (6, most)
+    terms = objective.loss(encoded, batch)
     terms.total.backward()
     assert encoder.clip.visual.proj.grad.isfinite().all()
 
@@ -186,18 +186,18 @@ def test_e_clip_masks_by_pixels_unless_told_otherwise():
 def test_e_clip_moves_from_pixels_to_embeddings_when_told_so():
     objective = EClip(EClipSettings(embedding=True))
     expected = visible(planned(EClip(), noise_images()))
-    found = []
+    shown = []
     for step in (0, 10):
         objective.progress(step, 10)
-        found.append(visible(planned(objective, noise_images())))
-    assert found[0] == expected
-    assert found[1] != expected
+        shown.append(visible(planned(objective, noise_images())))
+    assert shown[0] == expected
+    assert shown[1] != expected
 
 
 def test_e_clip_masks_half_of_all_patches_and_a_third_of_each_image():
-    chosen = planned(EClip(EClipSettings(least=0.3)), noise_images(40))
-    assert chosen.kept.shape == (40, 44)
-    assert chosen.shown.float().sum() / (40 * 64) == pytest.approx(0.5, abs=0.01)
+    plan = planned(EClip(EClipSettings(least=0.3)), noise_images(40))
+    assert plan.kept.shape == (40, 44)
+    assert plan.shown.float().sum() / (40 * 64) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_fixed_threshold_replaces_the_search():

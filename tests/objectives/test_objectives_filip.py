@@ -39,9 +39,9 @@ def test_similarities_and_gradients_are_the_literal_ones(sizes, block, monkeypat
 def assert_literal(v, t, real, lengths=()):
     pull = torch.randn(2, len(v), len(v), generator=torch.Generator().manual_seed(9))
     results = []
-    for found in (late_interaction.late_interaction(v, t, real, lengths), literal(v, t, real)):
-        loss = sum((part * weight).sum() for part, weight in zip(found, pull, strict=True))
-        results.append([*found, *torch.autograd.grad(loss, [v, t])])
+    for similarities in (late_interaction.late_interaction(v, t, real, lengths), literal(v, t, real)):
+        loss = sum((part * weight).sum() for part, weight in zip(similarities, pull, strict=True))
+        results.append([*similarities, *torch.autograd.grad(loss, [v, t])])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=1e-6, rtol=1e-5)
 
@@ -96,9 +96,9 @@ def test_lengths_that_would_cut_a_caption_are_an_error():
 def test_what_ranks_tell_each_other_of_their_lengths_bounds_the_captions_of_all(counts):
     generator = torch.Generator().manual_seed(sum(counts))
     of_ranks = [torch.randint(2, 78, (count,), generator=generator).tolist() for count in counts]
-    told = [group_lengths(of_rank) for of_rank in of_ranks]
-    assert all(len(groups) <= 8 for groups in told)
-    bounds = [bound for groups, count in zip(told, counts, strict=True) for bound in expand_lengths(groups, count)]
+    gathered = [group_lengths(of_rank) for of_rank in of_ranks]
+    assert all(len(groups) <= 8 for groups in gathered)
+    bounds = [bound for groups, count in zip(gathered, counts, strict=True) for bound in expand_lengths(groups, count)]
     assert len(bounds) == sum(counts)
     lengths = [length for of_rank in of_ranks for length in of_rank]
     assert all(length <= bound for length, bound in zip(sorted(lengths), sorted(bounds), strict=True))
@@ -133,17 +133,17 @@ def test_the_loss_is_the_cross_entropy_of_each_similarity():
         -(scale * to_text).log_softmax(1).diagonal().mean(),
         -(scale * to_image).log_softmax(0).diagonal().mean(),
     ]
-    found = filip_loss(t.float(), v.float(), real, scale)
-    assert found.item() == pytest.approx(sum(losses).item() / 2, abs=1e-5)
+    loss = filip_loss(t.float(), v.float(), real, scale)
+    assert loss.item() == pytest.approx(sum(losses).item() / 2, abs=1e-5)
 
 
 def test_padding_does_not_count_even_where_it_is_nan():
     v, t, real = draw(4, 3, 5, dtype=torch.float32)
     clean = filip_loss(t, v, real, torch.tensor(5.0))
     spoiled = torch.where(real.unsqueeze(-1), t, float("nan"))
-    found = filip_loss(spoiled, v, real, torch.tensor(5.0))
-    assert torch.equal(found, clean)
-    gradients = torch.autograd.grad(found, [v, t])
+    loss = filip_loss(spoiled, v, real, torch.tensor(5.0))
+    assert torch.equal(loss, clean)
+    gradients = torch.autograd.grad(loss, [v, t])
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert (gradients[1][~real] == 0).all()
 
@@ -167,13 +167,13 @@ def test_the_dense_features_of_bf16_towers_are_multiplied_in_bf16_and_summed_in_
 
 
 def test_the_objective_adds_clips_loss_and_learns_a_scale():
-    found, batch = features(6), tiny_batch(6)
+    encoded, batch = features(6), tiny_batch(6)
     objective = Filip(FilipSettings(global_weight=0.25, scale=20.0))
-    terms = objective.loss(found, batch)
-    clip = clip_loss(found.image, found.text, found.logit_scale)
-    local = filip_loss(found.words, found.patches, real_tokens(batch.tokens, True), torch.tensor(20.0))
+    terms = objective.loss(encoded, batch)
+    clip = clip_loss(encoded.image, encoded.text, encoded.logit_scale)
+    local = filip_loss(encoded.words, encoded.patches, real_tokens(batch.tokens, True), torch.tensor(20.0))
     torch.testing.assert_close(terms.total, 0.25 * clip + local)
-    inputs = [found.patches, found.words, found.image, objective.log_scale]
+    inputs = [encoded.patches, encoded.words, encoded.image, objective.log_scale]
     assert all(gradient.abs().sum() > 0 for gradient in torch.autograd.grad(terms.total, inputs))
     with torch.no_grad():
         objective.log_scale.fill_(9.0)

@@ -17,12 +17,12 @@ from powerclip.objectives.clip import clip_loss
 @pytest.mark.parametrize("preset", ["default", "paper"])
 def test_the_total_is_clip_plus_the_weighted_alignment(preset, weight):
     config = AlignmentConfig.named(preset, weight=weight)
-    objective, found, batch = PowerClip(config), features(6), tiny_batch(6)
-    terms = objective.loss(found, batch)
-    parts = embed_parts(found.patches, batch.regions, found.words, batch.phrases, config)
+    objective, encoded, batch = PowerClip(config), features(6), tiny_batch(6)
+    terms = objective.loss(encoded, batch)
+    parts = embed_parts(encoded.patches, batch.regions, encoded.words, batch.phrases, config)
     scale = None if objective.log_scale is None else objective.log_scale.exp()
     align = alignment_loss(parts, config, scale).loss
-    clip = clip_loss(found.image, found.text, found.logit_scale)
+    clip = clip_loss(encoded.image, encoded.text, encoded.logit_scale)
     assert torch.allclose(terms.parts["clip"], clip)
     assert torch.allclose(terms.parts["alignment"], align)
     assert torch.allclose(terms.total, clip + weight * align)
@@ -30,9 +30,9 @@ def test_the_total_is_clip_plus_the_weighted_alignment(preset, weight):
 
 
 def test_the_gradient_reaches_global_and_dense_features():
-    found = features(6)
-    inputs = [found.patches, found.words, found.image, found.text, found.logit_scale]
-    gradients = torch.autograd.grad(PowerClip().loss(found, tiny_batch(6)).total, inputs)
+    encoded = features(6)
+    inputs = [encoded.patches, encoded.words, encoded.image, encoded.text, encoded.logit_scale]
+    gradients = torch.autograd.grad(PowerClip().loss(encoded, tiny_batch(6)).total, inputs)
     assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
 
 
@@ -57,10 +57,10 @@ def test_the_scale_is_kept_at_one_hundred_or_below():
 
 
 def test_autocast_around_the_loss_does_not_reach_the_alignment():
-    found, batch, objective = features(6), tiny_batch(6), PowerClip()
-    plain = objective.loss(found, batch).parts["alignment"]
+    encoded, batch, objective = features(6), tiny_batch(6), PowerClip()
+    plain = objective.loss(encoded, batch).parts["alignment"]
     with torch.autocast("cpu", torch.bfloat16):
-        cast = objective.loss(found, batch).parts["alignment"]
+        cast = objective.loss(encoded, batch).parts["alignment"]
     assert torch.equal(plain, cast)
 
 
@@ -77,7 +77,7 @@ def test_the_loss_falls_on_scenes_it_has_not_seen(name):
         objective.clamp()
         totals.append(terms.parts)
     for part in ("clip", "alignment") if name == "powerclip" else ("clip",):
-        before, after = (sum(float(parts[part]) for parts in some) / 5 for some in (totals[:5], totals[-5:]))
+        before, after = (sum(float(parts[part]) for parts in window) / 5 for window in (totals[:5], totals[-5:]))
         assert after < 0.9 * before, part
 
 
@@ -95,23 +95,23 @@ def test_a_weight_of_zero_leaves_clips_gradients():
 
 
 def test_the_weight_rises_over_its_share_of_the_run_and_stays():
-    found, batch = features(6), tiny_batch(6)
-    full = PowerClip(AlignmentConfig(weight=0.8)).loss(found, batch)
+    encoded, batch = features(6), tiny_batch(6)
+    full = PowerClip(AlignmentConfig(weight=0.8)).loss(encoded, batch)
     objective = PowerClip(AlignmentConfig(weight=0.8, ramp=0.25))
     for step, share in ((0, 0.0), (5, 0.2), (20, 0.8), (25, 1.0), (60, 1.0)):
         objective.progress(step, 100)
-        terms = objective.loss(found, batch)
+        terms = objective.loss(encoded, batch)
         assert terms.parts["weight"].item() == pytest.approx(0.8 * share)
         torch.testing.assert_close(terms.total, full.parts["clip"] + share * 0.8 * full.parts["alignment"])
 
 
 @pytest.mark.parametrize(("trains", "learns"), [("image", "patches"), ("text", "words")])
 def test_one_towers_dense_features_learn_as_they_do_with_both_and_the_others_do_not(trains, learns):
-    found, batch = features(6), tiny_batch(6)
-    both = PowerClip().loss(found, batch).total
-    one = PowerClip(AlignmentConfig(trains=trains)).loss(found, batch).total
+    encoded, batch = features(6), tiny_batch(6)
+    both = PowerClip().loss(encoded, batch).total
+    one = PowerClip(AlignmentConfig(trains=trains)).loss(encoded, batch).total
     assert torch.equal(one, both)
-    inputs = {"patches": found.patches, "words": found.words}
+    inputs = {"patches": encoded.patches, "words": encoded.words}
     expected = dict(zip(inputs, torch.autograd.grad(both, list(inputs.values())), strict=True))
     gradients = dict(zip(inputs, torch.autograd.grad(one, list(inputs.values()), allow_unused=True), strict=True))
     torch.testing.assert_close(gradients.pop(learns), expected[learns])
@@ -128,11 +128,11 @@ def test_separate_projections_start_as_shared_ones_and_are_matrices_of_patches_a
     with torch.no_grad():
         for matrix in separate.projections.values():
             matrix.add_(0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
-    found = encode(separate, encoder, batch)
-    patches, words = (getattr(found, side) @ separate.projections[side] for side in ("patches", "words"))
+    encoded = encode(separate, encoder, batch)
+    patches, words = (getattr(encoded, side) @ separate.projections[side] for side in ("patches", "words"))
     parts = embed_parts(patches, batch.regions, words, batch.phrases, separate.config)
     expected = alignment_loss(parts, separate.config, separate.log_scale.exp()).loss
-    terms = separate.loss(found, batch)
+    terms = separate.loss(encoded, batch)
     torch.testing.assert_close(terms.parts["alignment"], expected.detach())
     torch.testing.assert_close(terms.parts["clip"], terms_of(shared, encoder, batch).parts["clip"])
     terms.total.backward()
@@ -153,12 +153,12 @@ def test_separate_projections_are_saved_and_must_be_attached():
 
 
 def test_annealed_negatives_follow_the_run():
-    found, batch = features(6), tiny_batch(6)
+    encoded, batch = features(6), tiny_batch(6)
     annealed = PowerClip(AlignmentConfig(negatives="k", anneal=True))
     for step, k in ((0, 5), (50, 2), (99, 1)):
         annealed.progress(step, 100)
-        terms = annealed.loss(found, batch)
-        fixed = PowerClip(AlignmentConfig(negatives="k", k=k)).loss(found, batch)
+        terms = annealed.loss(encoded, batch)
+        fixed = PowerClip(AlignmentConfig(negatives="k", k=k)).loss(encoded, batch)
         assert terms.parts["k"].item() == k
         torch.testing.assert_close(terms.total, fixed.total)
 

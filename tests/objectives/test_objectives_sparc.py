@@ -48,8 +48,8 @@ def test_loss_and_gradients_are_the_literal_ones(sizes):
 def test_a_token_gathers_the_patches_that_are_like_it_and_no_others():
     patches = torch.eye(4).unsqueeze(0)
     words = torch.tensor([[[1.0, 0.9, 0.1, 0.0]]])
-    found = group_patches(words, patches)[0, 0]
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.9, 0.0, 0.0]) / 1.9)
+    grouped = group_patches(words, patches)[0, 0]
+    torch.testing.assert_close(grouped, torch.tensor([1.0, 0.9, 0.0, 0.0]) / 1.9)
 
 
 def test_patches_that_are_all_alike_and_padding_that_is_nan_leave_everything_finite():
@@ -69,11 +69,11 @@ def test_only_matched_pairs_are_formed():
 
 
 def test_the_objective_weighs_both_losses():
-    found, batch = features(6), tiny_batch(6)
+    encoded, batch = features(6), tiny_batch(6)
     objective = Sparc(SparcSettings(global_weight=0.25, local_weight=3.0, scale=20.0, ends=False))
-    terms = objective.loss(found, batch)
-    clip = clip_loss(found.image, found.text, found.logit_scale)
-    local = sparc_loss(found.words, found.patches, real_tokens(batch.tokens, False), torch.tensor(20.0))
+    terms = objective.loss(encoded, batch)
+    clip = clip_loss(encoded.image, encoded.text, encoded.logit_scale)
+    local = sparc_loss(encoded.words, encoded.patches, real_tokens(batch.tokens, False), torch.tensor(20.0))
     torch.testing.assert_close(terms.total, 0.25 * clip + 3 * local)
     torch.testing.assert_close(terms.parts["local"], local.detach())
     (gradient,) = torch.autograd.grad(terms.total, [objective.log_scale])

@@ -75,8 +75,8 @@ def test_the_parser_reads_raw_captions_with_these_weights(trained):
     parser = EmbeddedParser("cpu", weights=trained / "out" / "parser.safetensors")
     caption = "a dog sitting on the red chair ."
     (parsed,) = parser.parse([caption])
-    found = {(caption[span.start : span.end], span.label) for span in parsed.spans}
-    assert {("a dog", "NP"), ("sitting on the red chair", "VP"), ("the red chair", "NP")} <= found
+    phrases = {(caption[span.start : span.end], span.label) for span in parsed.spans}
+    assert {("a dog", "NP"), ("sitting on the red chair", "VP"), ("the red chair", "NP")} <= phrases
 
 
 def test_the_same_seed_gives_the_same_weights(trained, tmp_path):
