@@ -183,10 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/settings.md from the config classes.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is not current")
     arguments = parser.parse_args()
-    made = page()
+    content = page()
     if not arguments.check:
-        PAGE.write_text(made, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != made:
+        PAGE.write_text(content, encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != content:
         sys.exit("docs/settings.md is not current: run python tools/settings_reference.py")
 
 

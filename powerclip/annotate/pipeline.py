@@ -146,7 +146,7 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
         finally:
             os.close(file)
         items, phrases, fallbacks = self.summarise(rows)
-        made = SidecarInfo(
+        new_info = SidecarInfo(
             kind=self.kind,
             annotator=self.annotator,
             shard=PurePosixPath(shard).name,
@@ -159,12 +159,12 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             damage=index.info.damage,
         )
         try:
-            size = write_sidecar(path, made, rows)
+            size = write_sidecar(path, new_info, rows)
         except OSError as error:
             raise UserError(f"sidecar {path} cannot be written: {_because(error)}; --sidecars names a folder") from None
         unchanged = kept == len(index) == (len(old) if old is not None else -1)
         state = State.NEW if reason is None else State.DONE if unchanged else State.REDONE
-        return ShardResult(shard, state, len(index), kept, items, made.fallbacks, reason, made.damage, size)
+        return ShardResult(shard, state, len(index), kept, items, new_info.fallbacks, reason, new_info.damage, size)
 
 
 def _done(shard: str, info: SidecarInfo, path: Path) -> ShardResult:

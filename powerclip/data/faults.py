@@ -85,7 +85,7 @@ class FaultReport:
 
 
 class FaultWatch:
-    """Sees the faults of a run: says each kind once, and ends the run when a shard has too many bad samples.
+    """Counts the faults of a run: warns of each kind once, and ends the run when a shard has too many bad samples.
 
     Args:
         counts: samples of each shard.
@@ -109,7 +109,7 @@ class FaultWatch:
         self._counts, self._names = counts, names
         self._strict, self._max_bad, self._world_size = strict, max_bad, world_size
         self._warn = warn or logging.getLogger("powerclip.data").warning
-        self._said: set[Fault] = set()
+        self._warned: set[Fault] = set()
         self._bad: dict[tuple[int, int], set[int]] = defaultdict(set)  # (epoch, shard) → numbers
 
     def check(self, report: FaultReport) -> None:
@@ -121,8 +121,8 @@ class FaultWatch:
         for fault, where in report.first.items():
             if self._strict:
                 raise UserError(f"{where} ({fault}); data.strict: false goes on ({fault.remedy})")
-            if fault not in self._said:
-                self._said.add(fault)
+            if fault not in self._warned:
+                self._warned.add(fault)
                 self._warn(f"{where}; {fault.remedy}. More are counted as {fault}")
         for epoch, shard, number in report.bad:
             numbers = self._bad[epoch, shard]

@@ -52,8 +52,8 @@ def unpack_mask(packed: bytes) -> Mask:
 def unpack_masks(packed: Sequence[bytes]) -> npt.NDArray[np.bool_]:
     """Several masks [masks, GRID, GRID]."""
     masks = np.empty((len(packed), GRID, GRID), np.bool_)
-    for at, one in enumerate(packed):
-        masks[at] = unpack_mask(one)
+    for at, mask in enumerate(packed):
+        masks[at] = unpack_mask(mask)
     return masks
 
 

@@ -86,7 +86,7 @@ def choose_regions(
         grid: rows and columns of patches.
     """
     regions: list[Tensor | None] = [torch.zeros(0, grid[0] * grid[1], dtype=torch.bool)] * len(masks)
-    left = [list(one) for one in masks]
+    left = [list(stored) for stored in masks]
 
     def wanted(image: int) -> int:
         selected = regions[image]

@@ -128,7 +128,7 @@ class BatchMaker:
 
 
 def _shared_bytes(shape: tuple[int, ...]) -> Tensor:
-    """Room for bytes; in a worker, memory that the main process sees too: nothing is copied to hand it over."""
+    """An empty tensor of bytes, in a worker in shared memory: nothing is copied to hand it over."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     # As torch's own collation does it.

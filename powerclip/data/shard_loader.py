@@ -40,7 +40,7 @@ _PREFETCHED = 2  # batches that each worker makes ahead
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What a loader of shards reads beside images and captions, and what it puts up with."""
+    """What a loader of shards reads beside images and captions, and which faults it tolerates."""
 
     sidecars: Path | None = None  # where the sidecars lie; None: beside the tars
     trees: bool = True  # read the trees of captions; without, every caption is one phrase
@@ -78,7 +78,7 @@ class ShardLoader(BatchLoader):
                 f"train.batch_size is {spec.batch_size}, but the shards have only {shards.samples:,} samples"
             )
         self.shards, self.options = shards, options
-        # Two windows meet in a batch.
+        # A batch may hold samples of two windows.
         keep = 2 * options.window
         reader = ShardReader(shards, options.sidecars, trees=options.trees, regions=options.segments, keep=keep)
         self.maker = BatchMaker(
@@ -118,8 +118,8 @@ class ShardLoader(BatchLoader):
             yield from map(self._finish, self.raw_stream(start, stop))
 
     def raw_stream(self, start: int, stop: int) -> Generator[RawBatch, None, None]:
-        """What the workers hand over, before it is looked at and brought to the device."""
-        made: DataLoader[RawBatch | UserError] = DataLoader(
+        """What the workers hand over, before faults are checked and it is moved to the device."""
+        loader: DataLoader[RawBatch | UserError] = DataLoader(
             _ReturnsErrors(self.maker),  # type: ignore[arg-type]
             sampler=range(start, stop),
             batch_size=None,
@@ -128,7 +128,7 @@ class ShardLoader(BatchLoader):
             pin_memory=self.spec.device.type == "cuda",
             worker_init_fn=_begin_worker,
         )
-        batches = iter(made)
+        batches = iter(loader)
         while True:
             try:
                 raw = next(batches, None)
@@ -141,7 +141,7 @@ class ShardLoader(BatchLoader):
             yield raw
 
     def _finish(self, raw: RawBatch) -> Batch:
-        """Look at the faults, bring the batch to the device and normalise its pixels there."""
+        """Check the faults, move the batch to the device and normalise its pixels there."""
         self._watch.check(raw.report)
         return Batch(
             images=self._pixels(raw.images),
@@ -183,5 +183,5 @@ def _begin_worker(_: int) -> None:
     """Workers end with the process that they work for, not before: it may want to finish a step and save it."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
-    # Of odd images Pillow warns in every worker; what matters about them is counted.
+    # Pillow would warn of odd images in every worker; those that matter are counted as faults.
     warnings.filterwarnings("ignore", module="PIL")

@@ -63,7 +63,7 @@ class StreamOrder:
         self.counts = np.asarray(counts, np.int64)
         self.seed, self.window = seed, window
         self.samples = int(self.counts.sum())
-        # A batch looks at one epoch and one window, or at two of them.
+        # A batch needs one epoch and one window, or two of them.
         self._epoch = lru_cache(4)(self._make_epoch)
         self._window = lru_cache(4)(self._make_window)
 
@@ -82,7 +82,7 @@ class StreamOrder:
     def substitute(self, position: int, attempt: int, batch: range) -> SampleId:
         """What replaces a sample that cannot be used: another of its window, none of the same batch of positions.
 
-        `attempt` 1, 2, … gives ever others. A window that is all in the batch gives whatever it has.
+        Each `attempt` 1, 2, … draws again. When the whole window is in the batch, any of its samples may be drawn.
         """
         epoch, at = divmod(position, self.samples)
         window = self._window_at(epoch, at)

@@ -68,7 +68,7 @@ class OpenShard:
 
 
 class ShardReader:
-    """Opens shards when they are asked for and closes those that were not for longest.
+    """Opens shards on demand and closes the least recently used ones.
 
     Args:
         shards: the tars.

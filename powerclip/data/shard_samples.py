@@ -41,7 +41,7 @@ class SampleMaker:
         self.reader, self.tokenizer, self.spec = reader, tokenizer, spec
 
     def make(self, sample: SampleId, attempt: int, report: FaultReport) -> Sample:
-        """The sample of that number; `attempt` tells its turn as a substitute for another from its own.
+        """The sample of that number; `attempt` is 0 at its own position and counts up where it substitutes another.
 
         Raises:
             BadSample: it cannot be used.

@@ -178,12 +178,12 @@ class TreeSidecar:
         at = self._find(key, content_hash(caption))
         return None if isinstance(at, Miss) or self._reason[at] < 0 else self._reasons[self._reason[at]]
 
-    def _find(self, key: str, wanted: int) -> int | Miss:
+    def _find(self, key: str, caption_hash: int) -> int | Miss:
         row = self._rows.get(key)
         if row is None:
             return Miss.NO_ROW
         for at in range(self._first[row], self._first[row + 1]):
-            if self._hashes[at] == wanted:
+            if self._hashes[at] == caption_hash:
                 return at
         return Miss.STALE
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AClipSettings:
-    """How A-CLIP looks, masks and supervises itself."""
+    """A-CLIP's views, masking and self-supervision."""
 
     keep: PositiveShare = 0.5  # share of the cells that stay
     cell: PositiveInt = 2  # patches on a side of a cell
@@ -69,7 +69,7 @@ class TwoViews:
 
     second: Tensor  # [C, D] the second view's embedding, normalised
     pooled: Tensor  # [C, 2, W] both views' class tokens, for the heads
-    seen: Tensor  # [C, W] the teacher's, without a gradient
+    teacher_pooled: Tensor  # [C, W] the teacher's class token, without a gradient
 
 
 register_dataclass(TwoViews)
@@ -175,7 +175,7 @@ class AClip(Objective):
         return 2, 4
 
     def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
-        """Where the views lie."""
+        """Draw the crops of both views."""
         return Plan(crops=crop_boxes(noise.flatten(0, 1), self.settings.smallest).unflatten(0, (-1, 2)))
 
     def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
@@ -184,19 +184,19 @@ class AClip(Objective):
         count = len(images)
         assert plan.crops is not None
         with torch.no_grad():
-            one, other = plan.crops.unbind(dim=1)
-            both = cover(one, other)
-            seen, scores = forward_attention(self.teacher, take_crops(images, both))
-            moved = torch.cat([resample_scores(scores, encoder.grid, both, view) for view in (one, other)])
+            crops = plan.crops.unbind(dim=1)
+            covering = cover(*crops)
+            teacher_pooled, scores = forward_attention(self.teacher, take_crops(images, covering))
+            moved = torch.cat([resample_scores(scores, encoder.grid, covering, crop) for crop in crops])
             kept = select_attentive(moved, encoder.grid, settings.keep, settings.cell)
-            views = torch.cat([take_crops(images, view) for view in (one, other)])
+            views = torch.cat([take_crops(images, crop) for crop in crops])
         pooled, patches, _ = forward_image(visual, views, lambda context: kept, dense=self.dense)
         first, second = F.normalize(project(pooled, visual.proj), dim=-1).split(count)
         return ImageFeatures(
             image=first,
             patches=project(patches[:count], visual.proj),
             kept=kept[:count],
-            extra=TwoViews(second, torch.stack(pooled.split(count), dim=1), seen),
+            extra=TwoViews(second, torch.stack(pooled.split(count), dim=1), teacher_pooled),
         )
 
     def loss(self, features: Features, batch: Batch, ranks: Ranks = SINGLE) -> Terms:
@@ -223,7 +223,7 @@ class AClip(Objective):
             contrasted = _run_head(self.contrast, pooled, ranks)
             predicted = _run_head(self.prediction, _run_head(self.projection, pooled, ranks), ranks)
             with torch.no_grad():
-                target = _run_head(self.teacher_projection, views.seen, ranks)
+                target = _run_head(self.teacher_projection, views.teacher_pooled, ranks)
         return contrasted.unflatten(0, (-1, 2)), predicted.unflatten(0, (-1, 2)), target
 
     @property
@@ -263,14 +263,15 @@ def take_crops(images: Tensor, crops: Tensor) -> Tensor:
 # ---- patches that stay -----------------------------------------------------------------------------------------------
 
 
-def resample_scores(scores: Tensor, grid: tuple[int, int], seen: Tensor, wanted: Tensor) -> Tensor:
+def resample_scores(scores: Tensor, grid: tuple[int, int], source: Tensor, target: Tensor) -> Tensor:
     """Scores [C, N] of the patches of one crop at the patches of another, bilinear.
 
-    `seen` [C, 4] is the crop that the scores belong to and `wanted` [C, 4] the other: x0, y0, x1, y1 in one frame.
+    `source` [C, 4] is the crop that the scores belong to and `target` [C, 4] the other: x0, y0, x1, y1 in one frame.
     """
     rows, columns = grid
-    size = seen[:, 2:] - seen[:, :2]
-    start, end = (wanted[:, :2] - seen[:, :2]) / size, (wanted[:, 2:] - seen[:, :2]) / size  # [C, 2], 0 to 1 in `seen`
+    size = source[:, 2:] - source[:, :2]
+    start = (target[:, :2] - source[:, :2]) / size  # [C, 2], 0 to 1 in `source`
+    end = (target[:, 2:] - source[:, :2]) / size
     x, y = ((torch.arange(n, device=scores.device, dtype=torch.float32) + 0.5) / n for n in (columns, rows))
     x = start[:, :1] + x * (end - start)[:, :1]
     y = start[:, 1:] + y * (end - start)[:, 1:]

@@ -1,6 +1,6 @@
-"""Late interaction: every patch meets every token of every caption, and nothing of that size is kept.
+"""Late interaction: every patch is compared with every token of every caption, without storing all similarities.
 
-All C² · N · L similarities are formed in blocks of images and groups of captions. What is remembered for the gradient
+All C² · N · L similarities are formed in blocks of images and groups of captions. What is kept for the gradient
 is where each maximum was, one byte for each pair and patch and for each pair and token: the gradient of a maximum goes
 to one place, so that it is two matrix products with a sparse matrix, which is made in blocks again.
 
@@ -86,7 +86,7 @@ def _group_size(captions: int) -> int:
 
 
 def _groups(lengths: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """Captions and padded tokens of each group; those of one length stay apart, joined they would have more shapes."""
+    """Captions and padded tokens of each group; groups of one length are not merged, which would give more shapes."""
     size = _group_size(len(lengths))
     return [
         (min(size, len(lengths) - number * size), min(-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest))
@@ -95,7 +95,7 @@ def _groups(lengths: Sequence[int], longest: int) -> list[tuple[int, int]]:
 
 
 def _pack(values: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-    """Of values [C, L] in the order of the groups those that the groups hold [T]."""
+    """The values [T] that the groups hold, from values [C, L] in the order of the groups."""
     rows = values.split([size for size, _ in groups])
     return torch.cat([part[:, :length].flatten() for part, (_, length) in zip(rows, groups, strict=True)])
 

@@ -102,7 +102,7 @@ def test_the_total_is_the_weighted_sum_of_all_three():
     assert terms.parts.keys() == {"clip", "simclr", "byol"}
     assert isinstance(encoded.extra, TwoViews)
     assert not target.requires_grad
-    assert not encoded.extra.seen.requires_grad
+    assert not encoded.extra.teacher_pooled.requires_grad
 
 
 # ---- the teacher -----------------------------------------------------------------------------------------------------

@@ -292,23 +292,23 @@ def _fresh(lexicon: Lexicon) -> Lexicon:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Train as the command line says."""
-    about = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python tools/parser/train.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about.add_argument("--treebank", type=Path, required=True, help="folder of gold .ptb files")
-    about.add_argument("--silver", type=Path, help="gzipped lines of key, number and tree; without it gold alone")
-    about.add_argument("-o", "--output", type=Path, required=True, help="folder for parser.safetensors and card.json")
-    about.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    about.add_argument("--test", action="store_true", help="also score the test documents: once, at the very end")
+    parser.add_argument("--treebank", type=Path, required=True, help="folder of gold .ptb files")
+    parser.add_argument("--silver", type=Path, help="gzipped lines of key, number and tree; without it gold alone")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for parser.safetensors and card.json")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--test", action="store_true", help="also score the test documents: once, at the very end")
     for field in dataclasses.fields(Settings):
         name = "--" + field.name.replace("_", "-")
-        about.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
-    given = vars(about.parse_args(None if arguments is None else list(arguments)))
-    settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings)})
-    device = choose_device(given["device"], setting="--device")
-    card = train(given["treebank"], given["silver"], given["output"], settings, device, given["test"])
+        parser.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
+    options = vars(parser.parse_args(None if arguments is None else list(arguments)))
+    settings = Settings(**{field.name: options[field.name] for field in dataclasses.fields(Settings)})
+    device = choose_device(options["device"], setting="--device")
+    card = train(options["treebank"], options["silver"], options["output"], settings, device, options["test"])
     shown = {name: card.get(name) for name in ("parameters", "seconds", "dev", "silver", "test")}
     print(json.dumps(shown, indent=1))
 

@@ -59,7 +59,7 @@ class LibraryParser(ABC):
             return flat(caption, "failed")
         try:
             phrases = self.phrases(document)
-            spans = [Span(positions[one.start], positions[one.end - 1] + 1, one.label) for one in phrases]
+            spans = [Span(positions[phrase.start], positions[phrase.end - 1] + 1, phrase.label) for phrase in phrases]
             return Parsed(tree_from_spans(spans, caption).nodes)
         except (UserError, IndexError):  # phrases that cross, or lie outside the text
             return flat(caption, "failed")

@@ -1,4 +1,4 @@
-"""Embedded scenes: pictures of a few objects with captions, gold trees, gold boxes and hard negatives, from numbers.
+"""Embedded scenes: images of a few objects with captions, gold trees, gold boxes and hard negatives, from numbers.
 
 Nothing is stored: `generate(seed, index, split)` makes a scene, `render(scenes, size)` draws a batch of them.
 Splits: "train" · "test" (the same kind of scene, other numbers) · "zero_shot" (one object, in a combination of colour

@@ -35,7 +35,7 @@ class Background(NamedTuple):
     far: Colour
     angle: float
     phase: float
-    light: float  # brightness of the whole picture
+    light: float  # brightness of the whole image
 
 
 def draw_background(objects: Sequence[SceneObject], rng: Random) -> Background:

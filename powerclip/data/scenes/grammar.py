@@ -136,8 +136,8 @@ def _noun_phrase(plan: Plan, k: int) -> Node:
 def _again(plan: Plan, k: int) -> Node:
     """A later mention: "the star", with its colour where another star is about."""
     shape, colour, *_ = plan.mentions[k]
-    alone = sum(mention.shape == shape for mention in plan.mentions) == 1
-    adjectives = () if alone or colour is None else (Node("JJ", colour),)
+    unique = sum(mention.shape == shape for mention in plan.mentions) == 1
+    adjectives = () if unique or colour is None else (Node("JJ", colour),)
     return Node("NP", "", (_THE, *adjectives, Node("NN", shape)), k)
 
 

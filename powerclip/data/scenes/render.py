@@ -1,4 +1,4 @@
-"""Pictures of scenes, a whole batch at once.
+"""Images of scenes, a whole batch at once.
 
 Axes: C scenes · O objects of all scenes · H, W rows and columns of pixels · B rows and columns of a window
 """
@@ -26,7 +26,7 @@ _SHAPE_NUMBER = {shape: k for k, shape in enumerate(SILHOUETTES)}
 
 
 def render(scenes: Sequence[Scene], size: int) -> Tensor:
-    """[C, 3, size, size] uint8: the pictures of these scenes."""
+    """[C, 3, size, size] uint8: the images of these scenes."""
     if size < 16:
         raise UserError(f"scenes cannot be drawn in {size} pixels: use an image size of 16 or more")
     if not scenes:

@@ -17,7 +17,7 @@ from powerclip.errors import UserError, nearest
 SPLITS = ("train", "test", "zero_shot")
 
 _SHAPES = tuple(SHAPES)
-_COUNTS = (1, 2, 2, 2, 3, 3, 3, 4, 4)  # objects in a picture
+_COUNTS = (1, 2, 2, 2, 3, 3, 3, 4, 4)  # objects in an image
 # Chance that a caption says the pattern. Half of the objects' patterns are plain, which is said a third as often:
 # each pattern is said equally often, so that the word alone does not betray a hard negative.
 _PATTERN_DRAW = ("plain", "plain", "plain", "striped", "dotted", "checkered")
@@ -29,7 +29,7 @@ _FORMS = ("noun", "noun", "is", "is", "relative", "fronted")
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture to be drawn (`render`) with a caption that is true of it."""
+    """An image to be drawn (`render`) with a caption that is true of it."""
 
     seed: int
     split: str
@@ -91,8 +91,8 @@ def generate(seed: int, index: int, split: str = "train") -> Scene:
     if count > 2 and rng.random() < 0.2:
         count -= 1
     order, plan = _draw_plan(objects, count, rng)
-    chosen = tuple(objects[k] for k in order) + tuple(o for k, o in enumerate(objects) if k not in order)
-    return Scene(seed, split, index, chosen, draw_background(chosen, rng), plan)
+    ordered = tuple(objects[k] for k in order) + tuple(o for k, o in enumerate(objects) if k not in order)
+    return Scene(seed, split, index, ordered, draw_background(ordered, rng), plan)
 
 
 def scene_batch(indices: Iterable[int], seed: int, split: str = "train") -> list[Scene]:
@@ -151,10 +151,10 @@ def _mention(thing: SceneObject, objects: list[SceneObject], rng: Random) -> Men
 
 def _draw_plan(objects: list[SceneObject], count: int, rng: Random) -> tuple[list[int], Plan]:
     """What to say of `count` of the objects: which of them, in the order of their mentions, and the plan."""
-    chosen = rng.sample(range(len(objects)), count)
-    frame, order, links = _draw_frame(objects, chosen, rng)
+    mentioned = rng.sample(range(len(objects)), count)
+    frame, order, links = _draw_frame(objects, mentioned, rng)
     mentions = tuple(_mention(objects[k], objects, rng) for k in order)
-    position = {k: place for place, k in enumerate(order)}
+    position = {k: number for number, k in enumerate(order)}
     relations = tuple(Relation(position[a], kind, None if b is None else position[b]) for a, kind, b in links)
     wording = Wording(
         opener=rng.randrange(60),
@@ -173,22 +173,22 @@ def _draw_plan(objects: list[SceneObject], count: int, rng: Random) -> tuple[lis
 Link = tuple[int, str, int | None]  # subject, kind, target: numbers of objects, before mentions are numbered
 
 
-def _draw_frame(objects: list[SceneObject], chosen: list[int], rng: Random) -> tuple[str, list[int], list[Link]]:
+def _draw_frame(objects: list[SceneObject], mentioned: list[int], rng: Random) -> tuple[str, list[int], list[Link]]:
     """A frame, the objects in the order in which it mentions them, and the relations that it states."""
     related: dict[tuple[int, int], str] = {}
-    for a in chosen:
-        for b in chosen:
+    for a in mentioned:
+        for b in mentioned:
             kind = relation_of(objects[a], objects[b]) if a != b else None
             if kind:
                 related[a, b] = kind
     if not related or rng.random() < 0.15:
-        side = place_of(objects[chosen[0]])
-        if side and rng.random() < (0.9 if len(chosen) == 1 else 0.3):
-            return "pair", chosen, [(chosen[0], side, None)]
-        return "list", chosen, []
+        side = place_of(objects[mentioned[0]])
+        if side and rng.random() < (0.9 if len(mentioned) == 1 else 0.3):
+            return "pair", mentioned, [(mentioned[0], side, None)]
+        return "list", mentioned, []
     a, b = rng.choice(list(related))
     first: Link = (a, related[a, b], b)
-    rest = [k for k in chosen if k not in (a, b)]
+    rest = [k for k in mentioned if k not in (a, b)]
     options: list[tuple[str, list[int], list[Link]]] = []
     for c in rest:
         if (a, c) in related:
