@@ -22,7 +22,7 @@ from powerclip.annotate.pipeline import ShardAnnotator
 from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.trees import Span
 
-LONG = "far too long"  # what TestParser gives up on
+LONG = "far too long"  # what WordParser gives up on
 
 
 def photo(seed: int = 0, size: tuple[int, int] = (64, 48)) -> bytes:

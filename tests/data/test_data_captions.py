@@ -1,4 +1,4 @@
-"""One rule for keys and captions, the same for those who annotate and those who train."""
+"""Keys and captions are read by the same rule in annotation and training."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_crops_in_pixels_are_drawn_as_torchvision_draws_them():
     theirs = np.stack([left, top, left + w, top + h], 1)
     for statistic in (np.mean, np.std):
         error = np.abs(statistic(ours, axis=0) - statistic(theirs, axis=0))
-        assert (error < 5 * 100 / math.sqrt(count)).all()  # pixels; the spread of an edge is about 100
+        assert (error < 5 * 100 / math.sqrt(count)).all()  # pixels; the std of an edge is about 100
 
 
 def test_the_whole_image_is_shown_when_nothing_may_be_cut():

@@ -1,4 +1,4 @@
-"""Pixels on their device: normalised as the tower wants, squashed as Pillow does, cropped as `grid_sample` does."""
+"""Pixels on their device: normalised as the tower wants, cropped as `grid_sample` does."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def regions_without_the_key(path: Path, masks: dict, images: dict) -> None:
 
 def regions_of_another_image(path: Path, masks: dict, images: dict) -> None:
     write_regions(path, masks, dict.fromkeys(images, b"another"))
-    os.utime(path, ns=(0, 0))  # the tar was written anew; while it is the same, its images are not looked at
+    os.utime(path, ns=(0, 0))  # the tar was written again; while it is unchanged, its images are not compared
 
 
 def regions_broken(path: Path, masks: dict, images: dict) -> None:
