@@ -105,6 +105,20 @@ def test_step_compares_open_clip_with_ours(tmp_path):
     assert result["origin"]["commit"]
 
 
+def test_two_checkouts_take_turns_and_a_broken_one_ends_both(tmp_path):
+    only = ("--only", "our CLIP", "--rounds", "2", "--repeats", "1")
+    (row,) = run("step_versions", tmp_path, str(BENCHMARKS.parent), *only)["rows"]
+    assert row["name"] == "our CLIP"
+    assert [ratio > 0 for ratio in row["ratios"]] == [True, True]
+    broken = tmp_path / "broken"
+    (broken / "benchmarks").mkdir(parents=True)
+    (broken / "benchmarks" / "step.py").write_text("raise SystemExit('no measure here')")
+    command = [sys.executable, str(BENCHMARKS / "step_versions.py"), str(broken), "--tiny", *only]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert f"step.py of {broken} failed" in done.stderr
+
+
 def test_evaluation_equals_clip_benchmarks(tmp_path):
     pytest.importorskip("clip_benchmark", reason="the extra `eval` is not installed")
     rows = run("evaluation", tmp_path)["rows"]
