@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from mini_corpus import write_mini_corpus
 
-
 # A deadline measures the machine, not the code: property tests must pass on a busy one.
 settings.register_profile("powerclip", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("powerclip")
