@@ -25,7 +25,7 @@ from powerclip.alignment.config import AlignmentConfig, Backend
 
 
 def choose_backend(config: AlignmentConfig, device: torch.device) -> Backend:
-    """The backend for tensors on `device`. Raises `ValueError`, saying what is missing, when a forced one cannot be."""
+    """The backend for tensors on `device`; `ValueError`, with the reason, when the one in `config` cannot be used."""
     if config.backend == "auto":
         return "triton" if device.type == "cuda" and triton_obstacle(config, device) is None else "torch"
     if config.backend == "triton" and (obstacle := triton_obstacle(config, device)):

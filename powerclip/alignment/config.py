@@ -1,4 +1,4 @@
-"""Every choice of the alignment loss: what the paper prints, what we found to learn, Table 6's ablations."""
+"""The settings of the alignment loss: the paper's, the ones that trained best, Table 6's ablations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AlignmentConfig:
     """Settings of the powerset alignment loss.
 
     Raises:
-        ValueError: a setting, which is named, cannot be.
+        ValueError: a setting is invalid; the message names it.
     """
 
     preset: Preset = "default"  # the settings to start from; paper: what is printed
@@ -64,7 +64,7 @@ class AlignmentConfig:
     gamma: NonNegativeFloat = 0.2  # γ, the margin of the triplet loss
     scale: PositiveFloat = 14.3  # the softmax's scale at the start (1/0.07, as CLIP's); learned
     weight: NonNegativeFloat = 1.0  # λ, the weight beside the CLIP loss
-    ramp: Share = 0.0  # share of the run over which the weight rises from 0; 0: it is there from the first step
+    ramp: Share = 0.0  # share of the run over which the weight rises from 0; 0: full weight from the first step
 
     # Whose features are aligned, and which of them learn from it
     trains: Literal["both", "image", "text"] = "both"  # the towers that the alignment's gradient goes to

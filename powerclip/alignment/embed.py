@@ -30,7 +30,7 @@ def embed_parts(
 ) -> Parts:
     """Regions of patch features [C, N, D] under masks [C, M, N], and nodes of word features [C, L, D] (Eqs. 1 to 4).
 
-    Where a batch is spread over `ranks`, each has its own rows of all of them; means are those of the whole batch.
+    Where a batch is distributed over `ranks`, each has its own rows of all of them; means are those of the whole batch.
     """
     if not config.parse_trees:
         phrases = single_tokens(phrases)

@@ -1,4 +1,4 @@
-"""The alignment loss of a batch, on one process or spread over several ranks.
+"""The alignment loss of a batch, on one process or distributed over several ranks.
 
 There are two ways to compute it. `select` scores all pairs without a graph, finds the pairs that carry a gradient — the
 matched ones and each image's and each caption's hardest — and differentiates only those: (2k+1)·C pairs instead of C².
@@ -37,7 +37,7 @@ MOST_LISTED = 2**18
 
 @dataclass(frozen=True)
 class Alignment:
-    """The loss, and what tells whether it is alive."""
+    """The loss, and statistics that show whether it still learns."""
 
     loss: Tensor  # carries the gradient
     violation: Tensor  # share of images whose hardest negative caption beats their own
@@ -62,8 +62,8 @@ def alignment_loss(
     """The loss between C images' regions and C captions' nodes; image i and caption i match.
 
     `scale` is the softmax's, `config.scale` unless a learned one is given; `k` is how many negatives count at this
-    step, `config.k` unless it is annealed. Where the batch is spread over `ranks`, each has the parts of its own pairs
-    and gets a loss whose mean over ranks is that of the whole batch.
+    step, `config.k` unless it is annealed. Where the batch is distributed over `ranks`, each has the parts of its own
+    pairs and gets a loss whose mean over ranks is that of the whole batch.
 
     Raises:
         ValueError: fewer than two pairs in all, or not as many images as captions.
@@ -133,12 +133,12 @@ def _contrast_all(parts: Parts, config: AlignmentConfig, scale: Tensor | float, 
 
 
 def _contrast_selected(parts: Parts, config: AlignmentConfig, scale: Tensor | float, ranks: Ranks, k: int) -> _Contrast:
-    """Against k chosen negatives of each image and of each caption; `parts` as above."""
+    """Against k selected negatives of each image and of each caption; `parts` as above."""
     regions, nodes, segments = parts.regions, parts.nodes, parts.segments
     count, total = len(regions), len(segments)
     labels = _labels(regions, ranks)
-    whole = differentiates_all(regions, nodes, config, k) or counts_nearly_all(config, k, total)
-    scores = score_all(regions, nodes, segments, config) if whole else None
+    all_pairs = differentiates_all(regions, nodes, config, k) or counts_nearly_all(config, k, total)
+    scores = score_all(regions, nodes, segments, config) if all_pairs else None
 
     def score_images(images: slice) -> Tensor:
         return score_all(regions[images], nodes, segments, config) if scores is None else scores[images]

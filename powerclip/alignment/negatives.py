@@ -44,7 +44,7 @@ def annealed_count(total: int, elapsed: float) -> int:
 
 
 def counts_nearly_all(config: AlignmentConfig, k: int, total: int) -> bool:
-    """Whether an annealed k is so high that (2k+1)·C chosen pairs cost more, in memory first, than all C²."""
+    """Whether an annealed k is so high that (2k+1)·C selected pairs cost more, in memory first, than all C²."""
     return config.anneal and k > total // 32
 
 

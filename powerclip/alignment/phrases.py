@@ -121,9 +121,9 @@ def nodes_of_rows(leaves: Tensor, phrases: Phrases, segments: Segments, *, mean:
     return unpad(weights @ leaves, segments)
 
 
-def _ranges(start: Tensor, end: Tensor, offsets: Tensor, most: int, length: int) -> Tensor:
-    """Masks [C, most, length] of the ranges that each caption owns; behind its last one they are empty."""
-    member = offsets[:-1, None] + torch.arange(most, device=start.device)
+def _ranges(start: Tensor, end: Tensor, offsets: Tensor, count: int, length: int) -> Tensor:
+    """Masks [C, count, length] of the ranges that each caption owns; behind its last one they are empty."""
+    member = offsets[:-1, None] + torch.arange(count, device=start.device)
     real = member < offsets[1:, None]
     member = member.clamp(max=len(start) - 1)
     position = torch.arange(length, device=start.device)

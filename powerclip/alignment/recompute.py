@@ -1,7 +1,7 @@
 """Scores of all pairs whose gradient is computed from the inputs again, block of images by block.
 
 What autograd would keep between forward and backward, several tensors of T × B × M, is never kept. The forward may be a
-kernel that autograd knows nothing of.
+kernel that autograd cannot differentiate.
 
 Axes: T nodes of all captions · B images · M regions · S captions · D width
 """
@@ -79,9 +79,9 @@ class _Recompute(torch.autograd.Function):
         of_nodes, of_regions = torch.zeros_like(nodes), []
         blocks = zip(regions.split(ctx.impl.block), gradients[0].split(ctx.impl.block), strict=True)
         for block, gradient in blocks:
-            of_block, of_nodes_here = ctx.impl.backward(
+            of_block, of_nodes_block = ctx.impl.backward(
                 block, nodes, gradient.to(nodes.dtype), ctx.segments, ctx.config
             )
             of_regions.append(of_block)
-            of_nodes += of_nodes_here
+            of_nodes += of_nodes_block
         return torch.cat(of_regions), of_nodes, None, None, None

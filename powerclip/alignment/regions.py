@@ -73,7 +73,7 @@ MOST_ENUMERATED = 16
 
 
 def subset_matrix(regions: int, *, empty: bool = True, device: torch.device | str = "cpu") -> Tensor:
-    """All subsets of M regions as rows of zeros and ones [2^M, M]; without the first, empty one if so asked."""
+    """Subsets of M regions as rows of zeros and ones [2^M, M]; without the first, empty one where `empty` is false."""
     if regions > MOST_ENUMERATED:
         raise ValueError(f"{regions} regions have 2^{regions} sets: at most {MOST_ENUMERATED} can be enumerated")
     bits = torch.arange(0 if empty else 1, 2**regions, device=device)

@@ -1,15 +1,15 @@
-"""Scores of images against captions: S̄, the sum of both aggregations, for all pairs or for chosen ones.
+"""Scores of images against captions: S̄, the sum of both aggregations, for all pairs or for selected ones.
 
 `score_all` and `score_pairs` choose the operator: this is the only place that calls the kernels.
 
-| backend   | all pairs, NLA             | all pairs, exact                      | chosen pairs               |
+| backend   | all pairs, NLA             | all pairs, exact                      | selected pairs             |
 |-----------|----------------------------|---------------------------------------|----------------------------|
 | reference | the formulas               | the formulas                          | the formulas               |
 | torch     | CPU: `nla_all_cpu`,        | the formulas                          | the formulas               |
 |           | GPU: the formulas compiled |                                       |                            |
 | triton    | `nla_all`                  | `exact_all`, gradient by the formulas | `nla_pairs`, `exact_pairs` |
 
-Axes: C pairs of the batch · T nodes of all captions · B images · M regions · S captions · n chosen pairs · D width
+Axes: C pairs of the batch · T nodes of all captions · B images · M regions · S captions · n selected pairs · D width
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from powerclip.alignment.recompute import ScoreImpl, by_autograd, recompute
 BLOCK_ELEMENTS = 2**27
 ALIGNED = 8  # images of a block, where there are as many: cuBLAS multiplies rows of odd lengths three times as slowly
 
-# Measured on an H200, M = 10, D = 512: chosen pairs take 0.5 ms and 0.14 µs each, score and gradient; the gradient of
+# Measured on an H200, M = 10, D = 512: selected pairs take 0.5 ms and 0.14 µs each, score and gradient; the gradient of
 # all pairs takes 0.02 ns for each similarity of a node with a region.
 SIMILARITIES_PER_PAIR, PAIRS_AT_LEAST = 7_000, 3_500
 
@@ -68,7 +68,7 @@ def _score_all_triton(regions: Tensor, nodes: Tensor, segments: Segments, config
 def score_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
-    """S̄ [n] of chosen pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1, which is no pair."""
+    """S̄ [n] of selected pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1 (no pair)."""
     if choose_backend(config, regions.device) == "triton":
         if config.aggregation == "exact":
             from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
@@ -98,7 +98,7 @@ def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, 
 def pair_similarities(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Similarities [n, K, M] of the nodes of chosen captions with the regions of chosen images, and which are real."""
+    """Similarities [n, K, M] of the nodes of selected captions with regions of selected images, and which are real."""
     members, real = segments.rows()
     # A product of K × D by D × M for each pair; rows beyond a caption's own nodes are computed and dropped.
     return nodes[members[caption]] @ regions[image].mT, real[caption]
@@ -153,6 +153,6 @@ def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:
 @functools.cache
 def _compiled_score_block() -> Callable[..., Tensor]:
     """`_score_block` compiled: the number of nodes changes from batch to batch, and dozens of passes become two."""
-    # Scores are float32's on purpose: inductor's advice to round their products is not for the user.
+    # Scores are float32 on purpose: inductor's advice to use TensorFloat32 does not apply.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     return torch.compile(_score_block, dynamic=True)

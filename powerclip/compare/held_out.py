@@ -74,7 +74,7 @@ def read_held_out(paths: Sequence[Path]) -> list[HeldOut]:
     """What lies at the paths, named as `powerclip evaluate` names it.
 
     Raises:
-        UserError: a path is not there or cannot be read, or two have the same name.
+        UserError: a path does not exist or cannot be read, or two have the same name.
     """
     for path in paths:
         if not path.exists():
@@ -102,9 +102,9 @@ def measure_held_out(
     Args:
         study: what was compared.
         output: its folder.
-        results: what its runs came to. Those that failed are noted and left out.
+        results: the results of its runs. Those that failed are listed and left out.
         held_out: what to measure on.
-        quiet: print the table alone.
+        quiet: print only the table.
         console: where to print; standard output by default.
 
     Returns:
@@ -134,7 +134,7 @@ def measure_held_out(
         started = time.perf_counter()
         try:
             with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
-                scored, anew = tester.measure(run.folder, progress.update)
+                scored, measured_now = tester.measure(run.folder, progress.update)
         except UserError as error:
             tested[run.setting][run.seed] = RunFailure(str(error))
             say(f"{head}failed: {error}")
@@ -143,7 +143,7 @@ def measure_held_out(
         held_out_result = replace(result, scores=scores, last={})
         tested[run.setting][run.seed] = held_out_result
         corrupt |= {name: list(one.corrupt) for name, one in scored.items() if one.corrupt}
-        note = duration(time.perf_counter() - started) if anew else "measured before"
+        note = duration(time.perf_counter() - started) if measured_now else "measured before"
         say(f"{head}{_describe(held_out, held_out_result)}  ({note})")
     ended = [result for by_seed in tested.values() for result in by_seed.values()]
     reasons = [result.reason for result in ended if isinstance(result, RunFailure)]
@@ -167,29 +167,29 @@ class _Tester:
         self._pixels = PixelStore()
 
     def measure(self, folder: RunFolder, on_progress: OnProgress) -> tuple[dict[str, Scored], bool]:
-        """What a run's model scores on each of the data, and whether something had to be measured for it."""
+        """The scores of a run's model on each dataset, and whether any of them had to be measured now."""
         path, run = folder.root / "test.json", hashlib.blake2b(folder.results.read_bytes(), digest_size=16).hexdigest()
-        kept = _read_kept(path, run)
-        left = [data for data in self._held_out if data.digest not in kept]
-        if left:
+        records = _read_records(path, run)
+        missing = [data for data in self._held_out if data.digest not in records]
+        if missing:
             from powerclip.data.tokens import CaptionTokenizer
             from powerclip.encoders import load
 
             encoder, _, tokenizer = load(folder.model, device=self._device)
             embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=self._pixels)
             embedder.on_progress = on_progress
-            for data in left:
-                kept[data.digest] = {"name": data.name, "path": data.path, **asdict(data.task.score(embedder))}
-            write_atomic(path, (json.dumps({"run": run, "data": kept}, indent=1) + "\n").encode())
+            for data in missing:
+                records[data.digest] = {"name": data.name, "path": data.path, **asdict(data.task.score(embedder))}
+            write_atomic(path, (json.dumps({"run": run, "data": records}, indent=1) + "\n").encode())
         scored = {}
         for data in self._held_out:
-            record = kept[data.digest]
+            record = records[data.digest]
             scored[data.name] = Scored(record["parts"], record["counts"], tuple(record["corrupt"]))
-        return scored, bool(left)
+        return scored, bool(missing)
 
 
-def _read_kept(path: Path, run: str) -> dict[str, dict[str, Any]]:
-    """Digest of the data → what this run has scored on them; nothing for a run that was trained again since."""
+def _read_records(path: Path, run: str) -> dict[str, dict[str, Any]]:
+    """Digest of the data → the scores of this run on them; empty for a run that was trained again since."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return dict(content["data"]) if content["run"] == run else {}
@@ -198,14 +198,14 @@ def _read_kept(path: Path, run: str) -> dict[str, dict[str, Any]]:
 
 
 def _digest(task: Task) -> str:
-    """A hash of everything that a score depends on beside the model."""
+    """A hash of everything but the model that a score depends on."""
     total = hashlib.blake2b(type(task).__name__.encode(), digest_size=16)
     for part in fields(task):
         value = getattr(task, part.name)
         if part.name == "images":
             with ThreadPoolExecutor() as pool:
-                for one in pool.map(lambda number, images=value: _hash(images, number), range(len(value.names))):
-                    total.update(one)
+                for digest in pool.map(lambda number, images=value: _hash(images, number), range(len(value.names))):
+                    total.update(digest)
         else:
             plain = value.tolist() if isinstance(value, Tensor) else value
             total.update(json.dumps([part.name, plain]).encode())
@@ -226,29 +226,29 @@ def _metric(held_out: Sequence[HeldOut], key: str) -> tuple[str, str]:
 
 
 def _measures(held_out: Sequence[HeldOut], tested: StudyResults) -> list[Measure]:
-    """All that was measured, `NAME: what`, data by data, the metrics that tell most first."""
-    every = [result for runs in tested.values() for result in runs.values() if isinstance(result, Results)]
-    keys = dict.fromkeys(key for result in every for key in result.scores)
+    """Everything that was measured, `NAME: what`, dataset by dataset, the main metrics first."""
+    finished = [result for runs in tested.values() for result in runs.values() if isinstance(result, Results)]
+    keys = dict.fromkeys(key for result in finished for key in result.scores)
     metrics: dict[str, list[str]] = {data.name: [] for data in held_out}
     for key in keys:
         name, metric = _metric(held_out, key)
         if metric != "acc_standard_error":  # nothing to be ahead in
             metrics[name].append(metric)
-    return [measure for name, own in metrics.items() for measure in _ordered(name, own)]
+    return [measure for name, names in metrics.items() for measure in _ordered(name, names)]
 
 
 def _ordered(name: str, metrics: Iterable[str]) -> list[Measure]:
     sides = tuple(f"{side}_retrieval_recall@1" for side in ("text", "image"))
-    known = [*metrics, *(["mean_recall@1"] if set(sides) <= set(metrics) else [])]
+    measured = [*metrics, *(["mean_recall@1"] if set(sides) <= set(metrics) else [])]
     order = {metric: number for number, metric in enumerate(LABELS)}
-    known.sort(key=lambda metric: order.get(metric, len(order)))
+    measured.sort(key=lambda metric: order.get(metric, len(order)))
     return [
         Measure(
             f"{name}/{metric}",
             f"{name}: {LABELS.get(metric, metric.removesuffix('/acc'))}",
             over=tuple(f"{name}/{side}" for side in sides) if metric == "mean_recall@1" else (),
         )
-        for metric in known
+        for metric in measured
     ]
 
 

@@ -47,7 +47,7 @@ def train_run(
     quiet: bool,
     on_step: Callable[[TrainState], None] | None = None,
 ) -> Results | RunFailure:
-    """Train a run over whatever its folder holds, unless that is the same run, interrupted, and is to be resumed."""
+    """Train a run. What its folder holds is replaced, unless it is the same run, interrupted, and is to be resumed."""
     resume = run.resume and _is_interrupted(run)
     try:
         trained = train(
@@ -74,9 +74,9 @@ def train_in_turn(runs: Sequence[Run], cache: DataCache, console: Console, *, qu
 class Processes:
     """Trains runs `count` at a time. The processes start with the first run, and keep corpora and compiled towers.
 
-    Each sees one GPU, where there are several, and has its share of the cores. Runs that share a GPU, or the CPU, leave
-    no time of a step in their results: it would say nothing about the setting. Use it in a `with` block, which ends
-    them.
+    Each sees one GPU, where there are several, and has its share of the cores. Runs that share a GPU, or the CPU, have
+    no step time in their results: it would say nothing about the setting. Use it in a `with` block, which ends the
+    processes.
     """
 
     def __init__(self, count: int, *, gpus: Sequence[str] = ()):
@@ -96,7 +96,7 @@ class Processes:
         """Train runs, and give their results as they end.
 
         Raises:
-            Preempted: SIGTERM asked for it.
+            Preempted: SIGTERM was received.
         """
         if not runs:
             return
@@ -130,7 +130,7 @@ class Processes:
 
 
 def start_processes(count: int | None, studies: Sequence[Study]) -> Processes:
-    """So many processes; by default one for each GPU, or one.
+    """A pool of `count` processes; by default one for each GPU, or one.
 
     Raises:
         UserError: several processes, and a recipe that names one GPU.
@@ -184,7 +184,7 @@ def _load(gpus: Sequence[str], number: int, count: int) -> WorkerFunction[Run, W
 
 
 class _StepReporter:
-    """Tells the parent how far a run is, not too often, and ends the process when the parent is gone."""
+    """Reports the step of a run to the parent, not too often, and ends the process when the parent is gone."""
 
     def __init__(self, report: Report):
         self._report, self._last, self._parent = report, time.monotonic(), os.getppid()

@@ -45,7 +45,7 @@ KIND_LABELS = {
 
 @dataclass(frozen=True)
 class Line:
-    """A measure of the table: where it stands, its score, and what random answers would give (percent)."""
+    """A measure of the table: its section, its label, the key of its score, and the percentage of random answers."""
 
     section: str
     label: str
@@ -72,9 +72,9 @@ def run_quickstart(
         output: the folder for everything.
         seed: of the first pair of runs; the next ones count up from it.
         seeds: pairs of runs; with several, the table shows mean ± standard deviation.
-        steps: training steps, instead of the recipes' own.
-        scenes: test scenes to evaluate on, instead of the recipes' own.
-        quiet: print the table alone.
+        steps: training steps, instead of the recipes'.
+        scenes: test scenes to evaluate on, instead of the recipes'.
+        quiet: print only the table.
         console: where to print; standard output by default.
 
     Raises:
@@ -105,32 +105,32 @@ def lines(results: StudyResults, counts: Mapping[str, int]) -> list[Line]:
     """The measures of the table, with what random answers would give."""
     first = next(iter(next(iter(results.values())).values()))
     assert not isinstance(first, RunFailure)
-    made = []
+    measures = []
     for side, label in (("text", "image → text"), ("image", "text → image")):
         for k in CUTOFFS:
             key = f"scenes/retrieval/{side}_retrieval_recall@{k}"
-            made.append(Line("Retrieval", f"{label}, R@{k}", key, 100 * k / counts["scenes"]))
+            measures.append(Line("Retrieval", f"{label}, R@{k}", key, 100 * k / counts["scenes"]))
     for k in (1, 5):
         chance = 100 * min(1.0, k / counts["classes"])
-        made.append(Line("Zero-shot", f"unseen pairs, top {k}", f"scenes/zero_shot/acc{k}", chance))
+        measures.append(Line("Zero-shot", f"unseen pairs, top {k}", f"scenes/zero_shot/acc{k}", chance))
     for kind in KINDS:
         key = f"scenes/composition/{kind}/acc"
         if key in first.scores:  # a few scenes may have no negative of a kind
-            made.append(Line("Composition", KIND_LABELS[kind], key, 50.0))
-    made.append(Line("Composition", "mean", "scenes/composition/mean_kind_acc", 50.0))
+            measures.append(Line("Composition", KIND_LABELS[kind], key, 50.0))
+    measures.append(Line("Composition", "mean", "scenes/composition/mean_kind_acc", 50.0))
     # Untrained towers already point at objects, which stand out: whether at the right one is what matters.
     for query, label in (("words", "in caption"), ("text", "alone")):
         for which, target in (("", "its own"), ("_any", "any")):
             chance = 100 * first.scores[f"scenes/pointing/pointing_chance{which}"]
             key = f"scenes/pointing/pointing_{query}{which}"
-            made.append(Line("Pointing game", f"{label}: {target}", key, chance))
-    return made
+            measures.append(Line("Pointing game", f"{label}: {target}", key, chance))
+    return measures
 
 
 def quickstart_table(
     measures: Sequence[Line], results: StudyResults, seconds: Mapping[str, Sequence[float]], seeds: Sequence[int]
 ) -> Table:
-    """Both models beside chance, a row for each measure, and the training times; whoever is ahead is marked."""
+    """Both models beside chance, a row for each measure, and the training times; the better model is marked."""
     rows = []
     for line in measures:
         scored = [list(values(results, name, Measure(line.key, line.label)).values()) for name in MODELS]
@@ -139,12 +139,12 @@ def quickstart_table(
         ahead = [name for name, mark in zip(CLASSES.values(), marks, strict=True) if mark == "best"]
         cells = [
             Cell(fixed(line.chance)),
-            *(Cell(mean_std(own), mark) for own, mark in zip(scored, marks, strict=True)),
+            *(Cell(mean_std(scores), mark) for scores, mark in zip(scored, marks, strict=True)),
             Cell(signed(ours - baseline), css=f"ahead-{ahead[0]}" if ahead else ""),
         ]
         rows.append(Row(line.label, cells, line.section, css="mean" if line.label == "mean" else ""))
     times = [list(seconds[name]) for name in MODELS]
-    cells = [Cell(""), *(Cell(f"{mean_std(own, 0)} s") for own in times)]
+    cells = [Cell(""), *(Cell(f"{mean_std(runs, 0)} s") for runs in times)]
     rows.append(Row("time", [*cells, Cell(f"{signed(mean(times[1]) - mean(times[0]), 0)} s")], "Training"))
     over = f"mean ± sd of {len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
     columns = [Column("chance", css="faint"), *(Column(model, css=CLASSES[model]) for model in MODELS.values())]
@@ -164,7 +164,7 @@ def training_seconds(folder: RunFolder, batch_size: int) -> float:
 def _write_report(
     output: Path, runs: Sequence[Run], results: StudyResults, seeds: Sequence[int], command: str
 ) -> Table:
-    """Write `report.html` and `heatmaps.png`, of the first seed where only one can be shown; give the table."""
+    """Write `report.html` and `heatmaps.png`, of the first seed where only one can be shown; return the table."""
     first = {MODELS[run.setting]: run for run in runs if run.seed == seeds[0]}
     encoders = {model: load(run.folder.model)[0] for model, run in first.items()}
     heatmaps = png_bytes(heatmap_figure(scene_rows(encoders)))
@@ -201,7 +201,7 @@ def _write_report(
 
 
 def _counts(scenes: int, size: int) -> dict[str, int]:
-    """What the evaluation on so many scenes is made on."""
+    """The sizes of the evaluation's tasks on so many scenes."""
     tasks = scene_tasks(scenes, size)
     zero_shot, composition, pointing = (tasks[name] for name in ("zero_shot", "composition", "pointing"))
     assert isinstance(zero_shot, Classification)

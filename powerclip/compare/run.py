@@ -45,7 +45,7 @@ from powerclip.train.run_folder import RunFolder
 class FinishedRuns:
     """The finished runs of all studies in a folder, by what they have computed.
 
-    The folder is searched once; what finishes later is made known by `add`. Hand the same to several studies.
+    The folder is searched once; `add` registers runs that finish later. Several studies may share one object.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class FinishedRuns:
         self._searched: set[Path] = set()
 
     def add(self, folder: RunFolder, recipe: Recipe) -> None:
-        """Note a run that has finished."""
-        known, folder = self._runs.setdefault(identity(recipe), []), RunFolder(folder.root.resolve())
-        if folder not in known:
-            known.append(folder)
+        """Register a run that has finished."""
+        folders, folder = self._runs.setdefault(identity(recipe), []), RunFolder(folder.root.resolve())
+        if folder not in folders:
+            folders.append(folder)
 
     def find(self, recipe: Recipe, study: Path, *, model: bool = False) -> RunFolder | None:
         """A finished run with this recipe in a study's folder or beside it; with `model`, one with its model."""
@@ -72,7 +72,7 @@ class FinishedRuns:
         if studies in self._searched:
             return
         self._searched.add(studies)
-        with suppress(OSError):  # not there yet, or not readable
+        with suppress(OSError):  # does not exist yet, or is not readable
             for table in sorted(studies.glob("*/table.md")):  # that of a study; other folders are left alone
                 for results in sorted(table.parent.glob("*/*/results.json")):
                     folder = RunFolder(results.parent)
@@ -82,12 +82,12 @@ class FinishedRuns:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the runs of studies are made, whatever they compare."""
+    """How the runs of studies are made."""
 
     keep_models: bool = False  # save the trained models too; a finished run that has none is trained again
     resume: bool = False  # keep checkpoints, and continue a run that was interrupted instead of training it again
     log_steps: bool = False  # print logged steps also where there is no terminal; else one line for each run
-    quiet: bool = False  # print the tables alone
+    quiet: bool = False  # print only the tables
     console: Console = field(default_factory=Console)
     cache: DataCache | None = None  # the corpora in memory, where several studies share them
     finished: FinishedRuns = field(default_factory=FinishedRuns)
@@ -100,14 +100,14 @@ class RunOptions:
 
 
 class RunTable:
-    """What the runs of a study came to, as it becomes known."""
+    """The results of a study's runs so far, and the files that show them."""
 
     def __init__(self, study: Study, output: Path, seeds: Sequence[int], options: RunOptions):
         self._study, self._output, self._seeds, self._options = study, output, seeds, options
         self.results: StudyResults = {setting.name: {} for setting in study.settings}
 
     def note(self, run: Run, result: Results | RunFailure, remark: str = "") -> None:
-        """A run has ended; the remark stands where its duration would."""
+        """Add the result of a run, and print it; a remark is printed instead of the duration."""
         self.results[run.setting][run.seed] = result
         done, total = sum(map(len, self.results.values())), len(self._study.settings) * len(self._seeds)
         head = f"[{done:{len(str(total))}d}/{total}] {run.setting}, seed {run.seed}: "
@@ -119,7 +119,7 @@ class RunTable:
         self._options.say(f"{head}{scores}  ({remark or duration(result.seconds)})")
 
     def look_up(self, run: Run) -> bool:
-        """Note a run that need not be trained; False when it has to be."""
+        """Add the result of a run that need not be trained; False when it has to be."""
         try:
             finished_before = self._find(run)
         except UserError as error:
@@ -132,9 +132,9 @@ class RunTable:
     def _find(self, run: Run) -> tuple[Results, str] | None:
         """The results of a run that is finished here or beside, and a remark where they are from."""
         model = self._options.keep_models
-        kept = finished(run.folder, run.recipe)
-        if kept and (run.folder.model.is_dir() or not model):
-            return kept, "finished before"
+        results = finished(run.folder, run.recipe)
+        if results and (run.folder.model.is_dir() or not model):
+            return results, "finished before"
         source = self._options.finished.find(run.recipe, self._output, model=model)
         if source is None:
             return None
@@ -201,16 +201,16 @@ def run_study(study: Study, output: Path, seeds: Sequence[int], options: RunOpti
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose another --output folder")
     table = RunTable(study, output, seeds, options)
-    left: dict[str, list[Run]] = {}  # by what is computed: the same is trained once
+    unfinished: dict[str, list[Run]] = {}  # by identity: runs that compute the same are trained once
     for run in study.runs(output, seeds):
         run = replace(run, recipe=_recipe_for_study(run.recipe, options), resume=options.resume)
         if not table.look_up(run):
             if _is_outdated(run.folder):
                 options.say(f"{run.folder.root}: finished by another version, with other metrics: it is trained again")
-            left.setdefault(identity(run.recipe), []).append(run)
+            unfinished.setdefault(identity(run.recipe), []).append(run)
     if any(table.results.values()):
         table.write()
-    same = {runs[0]: runs[1:] for runs in left.values()}
+    same = {runs[0]: runs[1:] for runs in unfinished.values()}
     if options.processes and options.processes.count > 1:
         trained = options.processes.train(list(same), options.console, quiet=options.quiet)
     else:
@@ -299,7 +299,7 @@ def finished(folder: RunFolder, recipe: Recipe) -> Results | None:
 
 
 def identity(recipe: Recipe) -> str:
-    """What a run computes and measures, as text: the same for two recipes whose results are each other's."""
+    """What a run computes and measures, as text: equal for two recipes that give the same results."""
     content = asdict(recipe)
     for name in FREE_ON_RESUME:
         section, key = name.split(".")
@@ -318,12 +318,12 @@ def copy_run(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: boo
     """
     folder.check_free(overwrite=True)
     folder.begin(recipe)
-    left = {source.results, source.checkpoints} | (set() if model else {source.model})
+    skipped = {source.results, source.checkpoints} | (set() if model else {source.model})
     try:
         shutil.copytree(
             source.root,
             folder.root,
-            ignore=lambda inside, names: {name for name in names if Path(inside, name) in left},
+            ignore=lambda inside, names: {name for name in names if Path(inside, name) in skipped},
             dirs_exist_ok=True,
         )
     except shutil.Error as error:  # one entry for each file: its path, the copy's, why
@@ -334,17 +334,17 @@ def copy_run(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: boo
 def _check_models(study: Study, output: Path, seeds: Sequence[int], shared: FinishedRuns) -> None:
     """UserError when a finished run has left no model, here or beside: training it again is for the user to decide."""
     runs = study.runs(output, seeds)
-    gone = [
+    lacking = [
         run.folder.root
         for run in runs
         if not run.folder.model.is_dir()
         and finished(run.folder, run.recipe)
         and not shared.find(run.recipe, output, model=True)
     ]
-    if gone:
+    if lacking:
         raise UserError(
-            f"--test needs the models of finished runs, and {len(gone)} of {len(runs)} were not kept (the first: "
-            f"{gone[0]}); the same command with --keep-models trains these again and keeps them"
+            f"--test needs the models of finished runs, and {len(lacking)} of {len(runs)} were not kept (the first: "
+            f"{lacking[0]}); the same command with --keep-models trains these again and keeps them"
         )
 
 
@@ -362,7 +362,7 @@ def _is_outdated(folder: RunFolder) -> bool:
 
 
 def _recipe_for_study(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe without what a run of a study need not leave behind: checkpoints, and models that are not kept."""
+    """The recipe of a run in a study: checkpoints and the model are saved only where the options say so."""
     checkpoint_every = recipe.train.checkpoint_every if options.resume else 0
     return replace(
         recipe, train=replace(recipe.train, checkpoint_every=checkpoint_every, save_model=options.keep_models)

@@ -62,7 +62,7 @@ class RunFailure:
     reason: str
 
 
-StudyResults = dict[str, dict[int, Results | RunFailure]]  # setting → seed → what its run came to
+StudyResults = dict[str, dict[int, Results | RunFailure]]  # setting → seed → results of its run
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Study:
         ]
 
     def only(self, names: Sequence[str]) -> Study:
-        """The study with the named settings alone, and the baseline, which every difference needs."""
+        """The study with only the named settings and the baseline, which every difference needs."""
         known = [setting.name for setting in self.settings]
         for name in names:
             if name not in known:
@@ -165,13 +165,13 @@ def read_studies(files: Sequence[str], overrides: Sequence[str] = (), only: Sequ
         if name not in known:
             hint = nearest(name, sorted(known)) or f"; known: {', '.join(sorted(known))}"
             raise UserError(f"--only: no setting {name!r} in any of the studies{hint}")
-    kept: Studies = {}
+    selected: Studies = {}
     for stem, study in studies.items():
         if isinstance(study, str):
-            kept[stem] = study
+            selected[stem] = study
         elif names := [name for name in only if any(setting.name == name for setting in study.settings)]:
-            kept[stem] = study.only(names)
-    return kept
+            selected[stem] = study.only(names)
+    return selected
 
 
 def _is_study(name: str) -> bool:

@@ -57,7 +57,7 @@ class Difference:
     p: float | None
 
     def describe(self, digits: int = 1, *, error: bool = False) -> str:
-        """`+3.0 (×1.25, p = 0.035)`, with its standard error where that is asked for: `+3.0 ± 0.6 (…)`."""
+        """`+3.0 (×1.25, p = 0.035)`, with `error` also its standard error: `+3.0 ± 0.6 (…)`."""
         with_error = f" ± {fixed(self.standard_error, digits)}" if error and self.standard_error is not None else ""
         notes = [f"×{self.ratio:.2f}"] if self.ratio is not None else []
         notes += [f"p {_describe_p(self.p)}"] if self.p is not None else []
@@ -161,12 +161,12 @@ def difference(study: Study, results: StudyResults, name: str, measure: Measure)
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
         return None
-    mine, baseline = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+    scores, baseline = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
     return Difference(
-        gain=mean(mine) - mean(baseline),
-        standard_error=paired_error(mine, baseline),
-        ratio=mean(mine) / mean(baseline) if mean(baseline) else None,
-        p=paired_p(mine, baseline),
+        gain=mean(scores) - mean(baseline),
+        standard_error=paired_error(scores, baseline),
+        ratio=mean(scores) / mean(baseline) if mean(baseline) else None,
+        p=paired_p(scores, baseline),
     )
 
 
@@ -190,8 +190,8 @@ def mean_std(scored: Sequence[float], digits: int = 1) -> str:
 def _cells(study: Study, results: StudyResults, measure: Measure, digits: int = 1) -> dict[str, Cell]:
     """Setting → its mean and standard deviation, marked by rank."""
     scored = {setting.name: list(values(results, setting.name, measure).values()) for setting in study.settings}
-    marks = rank([mean(own) if own and measure.compared else None for own in scored.values()], digits)
-    return {name: Cell(mean_std(own, digits), mark) for (name, own), mark in zip(scored.items(), marks, strict=True)}
+    marks = rank([mean(runs) if runs and measure.compared else None for runs in scored.values()], digits)
+    return {name: Cell(mean_std(runs, digits), mark) for (name, runs), mark in zip(scored.items(), marks, strict=True)}
 
 
 def _describe_time(study: Study, results: StudyResults, name: str) -> str:

@@ -153,7 +153,7 @@ def evaluate(
         output: the folder of the results.
         model: what the results call the model.
         pretrained: its weights, where the model is an open_clip name.
-        again: measure published datasets anew that are finished. A user's own are always read again: they may have
+        again: measure finished published datasets again. A user's own are always read again: they may have
             changed, and what has not is in the cache.
         quiet: print nothing.
         console: where to print; standard output by default.

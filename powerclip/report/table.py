@@ -1,6 +1,6 @@
 """One table for everything that shows numbers: on a terminal, in Markdown, LaTeX and HTML.
 
-The marks follow one rule (`rank`), and values are rounded in one way (`fixed`): what is ranked is what is shown.
+All tables rank by `rank` and round by `fixed`: values are ranked as they are shown.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Table:
 
     def terminal(self, *, boxed: bool = False) -> RichTable:
         """The table for `rich`; `boxed` draws lines around cells and between sections."""
-        made = RichTable(
+        table = RichTable(
             title=Text(self.title) if self.title else None,
             title_justify="left",
             box=boxes.HEAVY_HEAD if boxed else None,
@@ -105,19 +105,19 @@ class Table:
             padding=(0, 1) if boxed else (0, 2, 0, 0),
             header_style="bold" if boxed else "",
         )
-        made.add_column(Text(self.corner), no_wrap=True)
+        table.add_column(Text(self.corner), no_wrap=True)
         for column in self.columns:
-            made.add_column(Text(column.label), justify="right", no_wrap=True)
+            table.add_column(Text(column.label), justify="right", no_wrap=True)
         for section, rows in self._sections():
             if section:
-                made.add_section()
-                made.add_row(Text(section, "bold"))
+                table.add_section()
+                table.add_row(Text(section, "bold"))
             for row in rows:
                 label = f"  {row.marked_label}" if section else row.marked_label
                 # Assembled, so that the padding before a value is not underlined with it.
                 cells = [Text.assemble((cell.text, _TERMINAL[cell.mark])) for cell in row.cells]
-                made.add_row(Text(label), *cells)
-        return made
+                table.add_row(Text(label), *cells)
+        return table
 
     def markdown(self) -> str:
         """A heading where there is a title, the table, its notes."""
@@ -261,12 +261,12 @@ def rank(values: Sequence[float | None], digits: int = 1) -> list[Mark]:
 
     Where all that were measured are level, none is ahead. Of two, the second is the last and has no mark.
     """
-    known = [float(fixed(value, digits)) for value in values if value is not None]
-    distinct = sorted(set(known), reverse=True)
+    measured = [float(fixed(value, digits)) for value in values if value is not None]
+    distinct = sorted(set(measured), reverse=True)
     if len(distinct) < 2:
         return [""] * len(values)
     marks: dict[float, Mark] = {distinct[0]: "best"}
-    if len(known) > 2:
+    if len(measured) > 2:
         marks[distinct[1]] = "second"
     return ["" if value is None else marks.get(float(fixed(value, digits)), "") for value in values]
 

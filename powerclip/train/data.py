@@ -128,7 +128,7 @@ def _corpus_loader(
 
 
 def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
-    """Let a model that is trained on squashed images say so: whoever evaluates it then squashes them too."""
+    """Record in the model that it is trained on squashed images, so that its evaluation squashes them too."""
     if recipe.data.source == "corpus":
         encoder.clip.visual.preprocess_cfg = {**encoder.clip.visual.preprocess_cfg, "resize_mode": "squash"}
 

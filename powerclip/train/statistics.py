@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # Terms that are shown beside the loss when the objective reports them; the files have all of them.
 SHOWN = ("clip", "alignment", "violation")
-# Fifty dead steps in a row do not come from noise: a batch of learning rows always ranks some of them right.
+# Not noise after so many steps in a row: while the alignment learns, some rows of a batch are ranked right.
 WINDOW = 50
 DEAD = 0.99
 
