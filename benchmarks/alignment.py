@@ -72,7 +72,7 @@ class Row:
 @dataclass(frozen=True)
 class Limits:
     repeats: int
-    most: int  # similarities of sets
+    max_similarities: int  # of sets
     until: float = math.inf  # no row is begun later, on the monotonic clock
 
     @property
@@ -98,7 +98,7 @@ def main() -> None:
     base = Size(16, 24, 4, 3, 32) if arguments.tiny else BASE
     limits = Limits(arguments.repeats, MOST_ENUMERATED, time.monotonic() + arguments.seconds)
     if arguments.tiny:
-        limits = replace(limits, repeats=2, most=2**22)
+        limits = replace(limits, repeats=2, max_similarities=2**22)
     name = "alignment-tiny" if arguments.tiny else f"alignment-{device.type}"
     save = functools.partial(report, base, arguments.output, name, origin())
     # Ended by a time limit it writes what it has, as after Ctrl-C.
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def sweeps(base: Size, *, tiny: bool) -> tuple[Sweep, ...]:
-    """In the order in which they run: what is slow to compile last, as it is missed least."""
+    """In the order in which they run: what is slow to compile comes last, where a time limit may leave it out."""
     regions, compiled, nodes, captions = (
         ((3, 4, 17, 18), (3, 4), (2, 5), (16, 32))
         if tiny
@@ -147,7 +147,7 @@ def measured(sweep: Sweep, size: Size, device: torch.device, limits: Limits) -> 
     for what, backend in variants(sweep, size):
         config = AlignmentConfig(aggregation="exact" if what == "exact" else "nla", backend=backend)
         row = Row(sweep.name, what, backend, "float32", size)
-        obstacle = left_out(config, size, len(nodes), device, limits.most)
+        obstacle = left_out(config, size, len(nodes), device, limits.max_similarities)
         if obstacle:
             yield replace(row, note=obstacle)
             continue
@@ -178,7 +178,7 @@ def example(size: Size, device: torch.device) -> tuple[Tensor, Tensor, Segments]
     return F.normalize(regions, dim=-1), F.normalize(nodes, dim=-1), Segments.from_lengths(lengths.to(device))
 
 
-def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.device, most: int) -> str:
+def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.device, max_similarities: int) -> str:
     """Why a variant is not measured; empty when it is."""
     if config.backend == "triton":
         if device.type != "cuda":
@@ -189,7 +189,7 @@ def left_out(config: AlignmentConfig, size: Size, nodes: int, device: torch.devi
     if config.aggregation == "exact":
         if config.backend == "torch" and device.type == "cuda":
             return "not compiled"  # it is the reference then
-        if nodes * size.images * 2**size.regions > most:
+        if nodes * size.images * 2**size.regions > max_similarities:
             return "too slow"
     return ""
 
@@ -206,13 +206,13 @@ def with_gradient(regions: Tensor, nodes: Tensor, segments: Segments, config: Al
 
 @torch.no_grad()
 def error(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> float:
-    """On the first images and captions."""
+    """The error of the scores of the first images and captions."""
     lengths = segments.lengths[:16]
     # 16 images: Triton compiles anew for a number that 16 does not divide.
-    few, some = regions[:16], nodes[: int(lengths.sum())]
+    regions, nodes = regions[:16], nodes[: int(lengths.sum())]
     part = Segments.from_lengths(lengths)
-    exact = score_all(few.double(), some.double(), part, replace(config, backend="reference"))
-    return float((score_all(few, some, part, config) - exact).abs().max() / exact.abs().max())
+    exact = score_all(regions.double(), nodes.double(), part, replace(config, backend="reference"))
+    return float((score_all(regions, nodes, part, config) - exact).abs().max() / exact.abs().max())
 
 
 def timed(
@@ -222,20 +222,22 @@ def timed(
     note = ""
     try:
         run()  # compiles
-        began = waited(device)
+        began = synced_time(device)
         run()
-        measured = measure(run, device, max(2, min(repeats, int(ROW_SECONDS / (waited(device) - began)))), warmup=0)
+        measured = measure(
+            run, device, max(2, min(repeats, int(ROW_SECONDS / (synced_time(device) - began)))), warmup=0
+        )
         row = replace(row, ms=measured.ms, spread=measured.spread, gib=measured.gib)
         return row if check is None else replace(row, error=check())
     except Exception as problem:
         note = failure(problem)
-    # Only here are the tensors gone that the exception's frames held.
+    # Outside of the except block: the exception's frames held tensors.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return replace(row, note=note)
 
 
-def waited(device: torch.device) -> float:
+def synced_time(device: torch.device) -> float:
     """The time after a device sync."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

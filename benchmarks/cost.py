@@ -5,7 +5,7 @@
     python benchmarks/cost.py --from benchmarks/results/2026-11-15-step-cuda.json --output runs/h200     # draws results
 
 Four ways to the same loss, as the paper prints it: approximated (NLA) or exact, and with a gradient for all pairs of
-the batch, as autograd does it, or for the chosen ones that carry any. Writes a JSON file, Markdown tables and a figure;
+the batch, as autograd does it, or only for those that carry one. Writes a JSON file, Markdown tables and a figure;
 with --from only the figure, `cost.png`, of results of this script or of alignment.py, step.py and methods.py.
 
 Axes: C pairs of the batch · M regions · T nodes of all captions

@@ -150,7 +150,7 @@ def read_cost(path: Path) -> Cost:
     """The measurements in a result of `cost.py`, `alignment.py`, `step.py` or `methods.py`.
 
     Raises:
-        UserError: it is not there, or holds something else.
+        UserError: there is no such file, or it holds something else.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")

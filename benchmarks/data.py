@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="sizes of images")
     parser.add_argument("--memory", type=int, default=0, help="samples of a long run whose memory is watched")
-    parser.add_argument("--shards", type=Path, help="folder where the shards are made, and found the next time")
+    parser.add_argument("--shards", type=Path, help="folder for the shards; existing ones are used again")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.samples, arguments.rounds, arguments.batch, arguments.only = 16, 1, 4, KINDS[:1]
-    made = origin()
+    provenance = origin()
     torch.set_num_threads(1)  # the workers have the cores
     rows: list[Row] = []
     memory: list[dict[str, float]] = []
@@ -91,14 +91,14 @@ def main() -> None:
             rows = [row for kind, path in paths.items() for row in compare(kind, path, arguments)]
         if arguments.memory or arguments.tiny:
             memory = watch_memory(paths[arguments.only[0]], arguments)
-    write(rows, memory, made, arguments)
+    write(rows, memory, provenance, arguments)
 
 
 # ---- shards to read --------------------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, kind: str, arguments: argparse.Namespace) -> Path:
-    """The shards of images of that size, made unless they are there."""
+    """The shards of images of that size, made unless they exist."""
     if not folder.exists():
         width, height = map(int, kind.split("×"))
         pairs = list(read_pairs(64 if arguments.tiny else 4000 if width < 1000 else 2000))
@@ -165,9 +165,9 @@ def write_shards(folder: Path, pairs: list[Pair], shape: tuple[int, int], shards
                 regions.masks.append([pack_mask(ellipse(random)) for _ in range(MASKS)])
                 regions.fallback.append(None)
         status = path.stat()
-        made = Annotator("benchmark", "1"), path.name, f"{status.st_size}:{status.st_mtime_ns}", len(trees.key), 0
-        write_sidecar(sidecar_path(path, "trees"), SidecarInfo("trees", *made), trees)
-        write_sidecar(sidecar_path(path, "regions"), SidecarInfo("regions", *made), regions)
+        info = Annotator("benchmark", "1"), path.name, f"{status.st_size}:{status.st_mtime_ns}", len(trees.key), 0
+        write_sidecar(sidecar_path(path, "trees"), SidecarInfo("trees", *info), trees)
+        write_sidecar(sidecar_path(path, "regions"), SidecarInfo("regions", *info), regions)
     return statistics.mean(sizes)
 
 
@@ -197,7 +197,7 @@ def ellipse(random: np.random.Generator) -> np.ndarray:
 
 
 def open_clip_loader() -> ModuleType:
-    """open_clip's module of loaders, made to run here: it asks for pandas, and for webdataset 0.2.86 or older."""
+    """open_clip's module of loaders, patched to run here: it needs pandas, and webdataset 0.2.86 or older."""
     import torchvision  # noqa: F401 (before there is a pandas that is none)
 
     # pandas reads CSV files, which there are none of.
@@ -208,7 +208,7 @@ def open_clip_loader() -> ModuleType:
 
     if missing:
         del sys.modules["pandas"]
-    # Newer versions mark the end of each tar with an empty entry, which it trips over.
+    # Newer versions mark the end of each tar with an empty entry, on which it fails.
     if "eof_value" in inspect.signature(data.tar_file_expander).parameters:
         data.tar_file_expander = functools.partial(data.tar_file_expander, eof_value=None)
     return data  # type: ignore[no-any-return]
@@ -230,8 +230,8 @@ def open_clip_batches(folder: Path, arguments: argparse.Namespace, batches: int)
         world_size=1,
     )
     transform = image_transform(SIZE, is_train=True, aug_cfg=AugmentationCfg(scale=(CROP, 1.0)))
-    found = OPEN_CLIP.get_wds_dataset(settings, transform, is_train=True, tokenizer=SimpleTokenizer())
-    return found.dataloader  # type: ignore[no-any-return]
+    data_info = OPEN_CLIP.get_wds_dataset(settings, transform, is_train=True, tokenizer=SimpleTokenizer())
+    return data_info.dataloader  # type: ignore[no-any-return]
 
 
 def our_loader(folder: Path, arguments: argparse.Namespace, trees: bool, segments: bool) -> ShardLoader:
@@ -299,25 +299,25 @@ def timed(batches: Iterator[object], count: int) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    found = time.process_time()  # finer than the kernel's ticks, in which a tiny run takes none
+    seconds = time.process_time()  # finer than the kernel's ticks, in which a tiny run takes none
     for child in children():
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found
+        seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def watch_memory(folder: Path, arguments: argparse.Namespace) -> list[dict[str, float]]:
     """MiB of this process and of its workers together, over a long run with masks and phrases."""
     samples = max(arguments.memory, 10 * arguments.batch)
     steps = samples // arguments.batch
-    found = []
+    rows = []
     for step, _ in enumerate(our_loader(folder, arguments, True, True).stream(0, steps)):
         if step == steps - 1 or step % max(1, steps // 10) == 0:
-            own, workers = resident_bytes() or 0, sum(resident_bytes(child) or 0 for child in children())
-            row = {"samples": (step + 1) * arguments.batch, "main": own / 2**20, "workers": workers / 2**20}
+            parent, workers = resident_bytes() or 0, sum(resident_bytes(child) or 0 for child in children())
+            row = {"samples": (step + 1) * arguments.batch, "main": parent / 2**20, "workers": workers / 2**20}
             print("  ".join(f"{name} {value:,.0f}" for name, value in row.items()), flush=True)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def children() -> list[int]:
@@ -326,7 +326,9 @@ def children() -> list[int]:
     return [child.pid for child in multiprocessing.active_children() if child.pid]
 
 
-def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str], arguments: argparse.Namespace) -> None:
+def write(
+    rows: list[Row], memory: list[dict[str, float]], provenance: dict[str, str], arguments: argparse.Namespace
+) -> None:
     heads = ["images", "loader", "samples/s", "rounds", "× open_clip", "CPU ms a sample", "× open_clip"]
     table = [
         [
@@ -352,7 +354,9 @@ def write(rows: list[Row], memory: list[dict[str, float]], made: dict[str, str],
     # A part is a result of its own.
     part = "" if arguments.only == KINDS else "-" + "-".join(arguments.only).replace("×", "x") if rows else "-memory"
     name = "data-tiny" if arguments.tiny else f"data{part}-cpu"
-    path = write_result(arguments.output, name, made, {"rows": [asdict(row) for row in rows], "memory": memory}, text)
+    path = write_result(
+        arguments.output, name, provenance, {"rows": [asdict(row) for row in rows], "memory": memory}, text
+    )
     print(text, f"\nwritten to {path}.md", sep="\n")
 
 

@@ -43,29 +43,29 @@ BATCH = 64
 class Items(Dataset):
     """What clip-benchmark's evaluators read: an image, or a stack of one, and the answer."""
 
-    def __init__(self, encoder: DualEncoder, task: Task, places: list[int], answers: list[Any], stacked: bool = False):
-        self.prepare, self.images, self.places = preprocess_for(encoder), task.images, places
+    def __init__(self, encoder: DualEncoder, task: Task, indices: list[int], answers: list[Any], stacked: bool = False):
+        self.prepare, self.images, self.indices = preprocess_for(encoder), task.images, indices
         self.answers, self.stacked = answers, stacked
         self.classes = getattr(task, "classes", None)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
-    def __getitem__(self, place: int) -> tuple[torch.Tensor, Any]:
-        pixels = self.prepare(self.images.decode(self.images.read(self.places[place])))
-        return (pixels[None] if self.stacked else pixels), self.answers[place]
+    def __getitem__(self, item: int) -> tuple[torch.Tensor, Any]:
+        pixels = self.prepare(self.images.decode(self.images.read(self.indices[item])))
+        return (pixels[None] if self.stacked else pixels), self.answers[item]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model folder, or an open_clip model name")
     parser.add_argument("--data", type=Path, help="the folder that holds captions10k/, sugarcrepe/, imagenet-sample/")
-    parser.add_argument("--templates", type=int, default=80, help="of ImageNet's, the first so many")
-    parser.add_argument("--workers", type=int, default=4, help="of clip-benchmark's loader")
+    parser.add_argument("--templates", type=int, default=80, help="how many of ImageNet's templates to use")
+    parser.add_argument("--workers", type=int, default=4, help="workers of clip-benchmark's loader")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--name", help="of the result files, after the date [default: evaluation-DEVICE]")
+    parser.add_argument("--name", help="name of the result files, after the date [default: evaluation-DEVICE]")
     arguments = parser.parse_args()
     if not arguments.tiny and not (arguments.model and arguments.data):
         parser.error("name a model and --data, or --tiny")
@@ -81,13 +81,14 @@ def main() -> None:
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer))
         rows = []
         for name, task in tasks(data, arguments.templates).items():
-            ours, own = timed(lambda task=task: task.score(embedder).parts)
-            theirs, reference = timed(lambda task=task: by_clip_benchmark(encoder, tokenizer, task, arguments))
+            ours, seconds = timed(lambda task=task: task.score(embedder).parts)
+            theirs, reference_seconds = timed(lambda task=task: by_clip_benchmark(encoder, tokenizer, task, arguments))
             difference = largest_difference(ours, theirs)
             rows.append({"dataset": name, "ours": ours, "clip_benchmark": theirs, "largest_difference": difference})
-            rows[-1] |= {"seconds": own, "clip_benchmark_seconds": reference}
+            rows[-1] |= {"seconds": seconds, "clip_benchmark_seconds": reference_seconds}
             print(
-                f"{name}: largest difference {difference:.1e}; {own:.1f} s, clip-benchmark {reference:.1f} s",
+                f"{name}: largest difference {difference:.1e}; {seconds:.1f} s, "
+                f"clip-benchmark {reference_seconds:.1f} s",
                 flush=True,
             )
     report(rows, arguments)
@@ -127,10 +128,10 @@ def by_clip_benchmark(
     if isinstance(task, HardNegatives):
         parts = {}
         for kind in dict.fromkeys(task.kinds):
-            own = [place for place, name in enumerate(task.kinds) if name == kind]
-            texts = [[task.captions[place], task.negatives[place]] for place in own]
-            places = [int(task.image_of_item[place]) for place in own]
-            items = loader(Items(encoder, task, places, texts, stacked=True))
+            numbers = [number for number, name in enumerate(task.kinds) if name == kind]
+            texts = [[task.captions[number], task.negatives[number]] for number in numbers]
+            images = [int(task.image_of_item[number]) for number in numbers]
+            items = loader(Items(encoder, task, images, texts, stacked=True))
             parts[kind] = image_caption_selection.evaluate(model, items, tokenizer, device, amp=False)
         return parts
     assert isinstance(task, Classification)
@@ -141,7 +142,7 @@ def by_clip_benchmark(
 
 
 def top_shares(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[float]:
-    """clip-benchmark's `accuracy`, less the conversion by which it fails under the newest NumPy."""
+    """clip-benchmark's `accuracy`, without the conversion that fails with the newest NumPy."""
     hits = output.topk(max(topk), 1, True, True)[1].eq(target[:, None])
     return [hits[:, :k].any(1).double().mean().item() for k in topk]
 
@@ -199,8 +200,8 @@ def tiny_data(folder: Path) -> Path:
     captions = {f"{n}.json": json.dumps({"captions": [f"number {n}", f"view {n}"]}).encode() for n in range(20)}
     shard(folder / "captions10k" / "test-000.tar", {**{f"{n}.png": image(n) for n in range(20)}, **captions})
     numbers = class_numbers("tiny")[:20]
-    labels = {f"{number}.cls": str(place).encode() for place, number in enumerate(numbers)}
-    images = {f"{number}.png": image(place) for place, number in enumerate(numbers)}
+    labels = {f"{number}.cls": str(label).encode() for label, number in enumerate(numbers)}
+    images = {f"{number}.png": image(label) for label, number in enumerate(numbers)}
     shard(folder / "imagenet-sample" / "imagenet-sample.tar", {**images, **labels})
     (folder / "sugarcrepe" / "images").mkdir(parents=True)
     items = {}

@@ -1,7 +1,7 @@
 """What the benchmarks share: taking time and memory, and writing a result with its origin.
 
 Times are medians; the spread is half the range between the quartiles. On a CPU with one thread it is the process's own
-time, so that others on the machine do not count; with several threads it is the time on the clock.
+time, so that other processes do not count; with several threads it is the time on the clock.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ def measure(
 class PeakOfTensors(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make while it is on, for as long as they live.
 
-    The same on every run and every machine, unlike a process's memory; what an operation needs only inside is not seen.
+    The same on every run and machine, unlike a process's memory; temporary memory inside an operation is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0  # bytes
         self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: dict[str, Any] | None = None
@@ -141,14 +141,14 @@ class PeakOfTensors(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:  # a view, or changed in place
+        if key in self._storages:  # a view, or changed in place
             return
 
         def released(_: Any) -> None:
             self.live -= size
-            del self._known[key]
+            del self._storages[key]
 
-        self._known[key] = weakref.ref(storage, released)
+        self._storages[key] = weakref.ref(storage, released)
         self.live += size
         self.peak = max(self.peak, self.live)
 

@@ -181,7 +181,7 @@ class Comparison:
     def _ready(self, name: str) -> tuple[Method, float | None]:
         """The method, compiled, and its peak memory."""
         on_gpu = torch.device(self.arguments.device).type == "cuda"
-        held = torch.cuda.memory_allocated() if on_gpu else 0  # by the methods before
+        before = torch.cuda.memory_allocated() if on_gpu else 0  # by the other methods
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         method = make_method(name, self.arguments)
@@ -189,7 +189,7 @@ class Comparison:
             self.batch = self._make_batch(method).to(method.state.device)
         method.step(self.batch)
         # Of the step that compiles: what a replayed graph takes is not counted by torch.
-        gib = (torch.cuda.max_memory_allocated() - held) / 2**30 if on_gpu else None
+        gib = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
         method.step(self.batch)  # finds out whether compiling once was enough
         return method, gib
 
@@ -201,7 +201,7 @@ class Comparison:
         return loader.batch(0)
 
     def take_turn(self, names: dict[str, None]) -> None:
-        """Some steps of each that is able to; then all that is known is written."""
+        """Time some steps of each method that has not failed; then write the results so far."""
         clip = None  # CLIP's time of this turn
         for name in names:
             entry = self.entries[name]
@@ -235,15 +235,15 @@ class Comparison:
             row |= {"paper": None, "turns": len(entry.times)}
             if entry.method and clip and entry.clips:
                 # CLIP may have failed in a later turn.
-                beside = replace(entry.method, times=entry.times[: len(entry.clips)])
-                row |= beside_clip({"clip": replace(clip, times=entry.clips), name: beside})[-1]
+                method = replace(entry.method, times=entry.times[: len(entry.clips)])
+                row |= beside_clip({"clip": replace(clip, times=entry.clips), name: method})[-1]
             elif entry.times:
                 row["ms"] = statistics.median(measured.ms for measured in entry.times)
             rows.append({**row, "gib": entry.gib, "target": TARGET.get(name), "note": entry.note})
         return rows
 
     def write(self) -> str:
-        """Write what is known; gives the table."""
+        """Write the results so far; return the table."""
         arguments, data = self.arguments, self.rows()
         model = "a tiny model: the times mean nothing" if arguments.tiny else "ViT-B/16"
         about = f"{model}, batch {arguments.batch}, compile: {arguments.compile}"

@@ -4,7 +4,7 @@
     python benchmarks/parsers.py --data $POWERCLIP_DATA --parsers embedded stanza benepar
     python benchmarks/parsers.py --tiny                            # seconds, without data: shows that it works
 
-Speed: raw captions of captions10k in, character spans out, everything included; the first pass, which meets the words
+Speed: raw captions of captions10k in, character spans out, everything included; the first pass, which sees the words
 for the first time, is not counted. Accuracy: F1 on GUM's test documents by genre, and agreement with the Stanford
 PCFG's trees on captions held out from training, both from the treebanks' own words; beside it the F1 from raw text,
 where the sentence is put together again and cut by our tokeniser. Writes a JSON file and a Markdown table.
@@ -36,11 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with treebank/ and captions10k/")
     parser.add_argument("--parsers", nargs="*", choices=PARSERS, default=["embedded"])
-    parser.add_argument("--weights", type=Path, help="of the embedded parser, instead of those that ship")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
+    parser.add_argument("--weights", type=Path, help="weights of the embedded parser, instead of the shipped ones")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--captions", type=int, default=20_000, help="at most, on a CPU; a GPU gets all")
-    parser.add_argument("--no-accuracy", action="store_true", help="speed alone")
+    parser.add_argument("--captions", type=int, default=20_000, help="most captions on a CPU; on a GPU all are parsed")
+    parser.add_argument("--no-accuracy", action="store_true", help="measure speed only")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()

@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--points", default="16", help="grids of points to measure: 8,16,32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--limit", type=int, help="so many images")
-    parser.add_argument("--seconds", type=float, default=600, help="after which a grid's measurement stops")
+    parser.add_argument("--limit", type=int, help="most images to measure")
+    parser.add_argument("--seconds", type=float, default=600, help="stop measuring a grid after this time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 

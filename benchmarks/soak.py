@@ -66,7 +66,7 @@ COLOURS = ("red", "green", "blue", "white", "black", "yellow")
 
 @dataclass(frozen=True)
 class Session:
-    """From one start to the next."""
+    """The part of a run from one start to the next."""
 
     first: int  # step
     last: int
@@ -112,9 +112,9 @@ def soak(folder: Path, arguments: argparse.Namespace) -> None:
         session(path, run, 2 * steps // 3 + 3, signal.SIGTERM),
         session(path, run, None, None),
     ]
-    whole = session(path, reference, None, None)
+    uninterrupted = session(path, reference, None, None)
     account = check(load_recipe(path), run, reference, folder / "shards", bad)
-    report(sessions, whole, account, time.monotonic() - began, arguments)
+    report(sessions, uninterrupted, account, time.monotonic() - began, arguments)
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def write_shards(folder: Path, count: int, shards: int = 8) -> set[str]:
 
 
 class Recording(BatchLoader):
-    """A loader that notes whose turn it was in every step, and poisons a few batches."""
+    """A loader that records the keys of every step, and poisons a few batches."""
 
     def __init__(self, loader: BatchLoader, path: Path, steps: int):
         super().__init__(loader.spec)
@@ -169,7 +169,7 @@ class Recording(BatchLoader):
 
     def stream(self, start: int, stop: int) -> Iterator[Batch]:  # type: ignore[override]
         with open(self._path, "a", encoding="utf-8", buffering=1) as file:
-            file.write("\n")  # whatever a kill has left of the last line ends here
+            file.write("\n")  # ends a line that a kill has cut off
             stream = self._loader.stream(start, stop)
             try:
                 for step, batch in zip(range(start, stop), stream, strict=True):
@@ -272,8 +272,8 @@ def check(recipe: Recipe, run: Path, reference: Path, shards: Path, bad: set[str
         demand(len(shown) - len(set(shown)) == unusable, f"epoch {epoch} had one stand-in for each bad sample")
     rows = list(read_metrics(run / "metrics.jsonl"))
     counted = int(sum(value for row in rows for name, value in row.items() if name.startswith("bad/")))
-    whole, _ = read_keys(reference.with_suffix(".keys"))
-    demand(whole == steps, "the run that was stopped saw what the other saw")
+    reference_steps, _ = read_keys(reference.with_suffix(".keys"))
+    demand(reference_steps == steps, "the run that was stopped saw what the other saw")
     skipped = int(rows[-1]["skipped"])
     demand(skipped == len(poisoned(recipe.train.steps)), "every poisoned update was left out, and no other")
     demand(same_model(run, reference), "the weights are bit-equal")
@@ -318,7 +318,7 @@ def demand(holds: bool, claim: str) -> None:
 
 
 def report(
-    sessions: list[Session], whole: Session, account: dict[str, Any], seconds: float, arguments: argparse.Namespace
+    sessions: list[Session], reference: Session, account: dict[str, Any], seconds: float, arguments: argparse.Namespace
 ) -> None:
     rows = [
         [
@@ -331,7 +331,10 @@ def report(
             f"{part.growth:+.1f} ({part.growth / part.quarter_mib:+.2%})",
             f"{part.workers_mib:.0f}",
         ]
-        for name, part in [*((f"stopped, {number}", part) for number, part in enumerate(sessions, 1)), ("whole", whole)]
+        for name, part in [
+            *((f"stopped, {number}", part) for number, part in enumerate(sessions, 1)),
+            ("whole", reference),
+        ]
     ]
     heads = ("run", "steps", "ended by", "s", "MiB, 2nd quarter", "MiB, last quarter", "growth", "MiB of a worker")
     torn = sum(account["damaged_shards"].values())
@@ -355,7 +358,7 @@ def report(
         "seconds": seconds,
         "account": account,
         "sessions": [asdict(part) for part in sessions],
-        "reference": asdict(whole),
+        "reference": asdict(reference),
     }
     text = "\n".join(facts)
     path = write_result(arguments.output, "soak-tiny" if arguments.tiny else "soak", provenance, data, text)

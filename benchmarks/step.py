@@ -10,8 +10,8 @@ same precision, compilation and optimiser. Captions and trees are real ones when
 the embedded scenes; images are noise, which costs the same.
 
 Steps are timed in rounds, one of each kind in turn, so that a GPU that warms up slows all of them; the table has the
-median of the rounds and the towers' model FLOPs utilisation (MFU). Writes a JSON file and a
-Markdown table, anew after every round, so that a run that is ended leaves what it measured.
+median of the rounds and the towers' model FLOPs utilisation (MFU). Writes a JSON file and a Markdown table, anew after
+every round, so that a run that is ended leaves what it measured.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="auto, reference, torch or triton")
     parser.add_argument("--trees", type=Path, help="TSV file of bracketed trees, one caption each")
     parser.add_argument("--compile", default="auto", help="auto, always, blocks or never")
-    parser.add_argument("--ranks", type=int, default=8, help="of which this is one; the others are simulated")
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks; all but one are simulated")
     parser.add_argument("--only", action="append", help="steps whose name contains this; may be given several times")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=2, help="steps in a round, after one that is not timed")
@@ -231,19 +231,19 @@ def open_clip_step(model: ModelSection, train: TrainSection, batch: Batch) -> Ca
 def timed(
     steps: Mapping[str, Callable[[], Callable[[], object]]], pairs: int, repeats: int, rounds: int, device: torch.device
 ) -> Iterator[list[Row]]:
-    """Each step made and tried, then all of them timed in turn; what is known after each round."""
+    """Prepare and try each step, then time all of them in turn; gives the rows after each round."""
     rows = {name: Row(name) for name in steps}
     ready: dict[str, Callable[[], object]] = {}
     for name, prepare in steps.items():
         began = time.perf_counter()
-        held = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0  # by the steps before
+        before = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0  # by other steps
         try:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             step = prepare()
             step()  # launched one by one; what a replayed graph takes is not counted by torch
             if device.type == "cuda":
-                rows[name] = replace(rows[name], gib=torch.cuda.max_memory_allocated(device) / 2**30 - held)
+                rows[name] = replace(rows[name], gib=torch.cuda.max_memory_allocated(device) / 2**30 - before)
             for _ in range(3):  # until graphs are recorded
                 step()
             ready[name] = step
@@ -284,7 +284,7 @@ def report(
     arguments: argparse.Namespace,
     name: str,
 ) -> str:
-    """Write what is known; gives the table."""
+    """Write the results so far; return the table."""
     provenance = origin()
     by_name = {row.name: row for row in rows}
 

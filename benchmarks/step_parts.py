@@ -64,12 +64,12 @@ def measure_parts(recipe: Recipe, batch: Batch, repeats: int) -> dict[str, float
         train_step(state, batch.to(state.device), recipe)
     rounds = [timed_parts(state, batch) for _ in range(repeats)]
     results = {name: statistics.median(times[name] for times in rounds) for name in PARTS}
-    here = batch.to(state.device)
+    on_device = batch.to(state.device)
     wait = waiter(state)
     wait()
     began = time.perf_counter()
     for _ in range(repeats):
-        train_step(state, here, recipe)
+        train_step(state, on_device, recipe)
     wait()
     results["step"] = 1000 * (time.perf_counter() - began) / repeats
     results["parameters"] = sum(p.numel() for group in state.optimizer.param_groups for p in group["params"])
@@ -87,11 +87,11 @@ def timed_parts(state: TrainState, batch: Batch) -> dict[str, float]:
         times[name] = 1000 * (time.perf_counter() - began)
         return result
 
-    here = timed("copy", lambda: batch.to(state.device, non_blocking=True))
+    on_device = timed("copy", lambda: batch.to(state.device, non_blocking=True))
     state.optimizer.zero_grad(set_to_none=True)
-    plan = state.unwrapped_towers.plan(here.images)
-    features = timed("towers", lambda: state.towers(here.images, here.token_groups, plan))
-    terms = timed("loss", lambda: state.objective.loss(features, here))
+    plan = state.unwrapped_towers.plan(on_device.images)
+    features = timed("towers", lambda: state.towers(on_device.images, on_device.token_groups, plan))
+    terms = timed("loss", lambda: state.objective.loss(features, on_device))
     timed("backward", lambda: mark_loss(terms.total).backward())
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     norm = timed("norm", lambda: clip_gradients(parameters, None))

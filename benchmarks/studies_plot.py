@@ -1,4 +1,4 @@
-"""Draw studies on photographs: python benchmarks/studies_plot.py benchmarks/results docs/images/captions10k-studies.png
+"""Draw studies on captions10k: python benchmarks/studies_plot.py benchmarks/results docs/images/captions10k-studies.png
 
 One panel for each study, one row for each setting: mean recall of every seed, and their mean. The band is the
 baseline's mean ± standard deviation. A setting that an earlier panel shows is not shown again.
@@ -39,15 +39,15 @@ def main(results: Path, image: Path) -> None:
         rows = {name: scores(setting) for name, setting in study["settings"].items()}
         panels[title] = {name: values for name, values in rows.items() if values not in shown}
         shown.update(panels[title].values())
-    most = max(map(len, panels.values()))
-    figure, axes = plt.subplots(2, 3, figsize=(9, 0.38 * most + 1.4), sharex=True, layout="constrained")
+    row_count = max(map(len, panels.values()))
+    figure, axes = plt.subplots(2, 3, figsize=(9, 0.38 * row_count + 1.4), sharex=True, layout="constrained")
     for axis, (title, rows) in zip(axes.flat, panels.items(), strict=True):
         study = studies[title]
         draw(axis, rows, scores(study["settings"][study["baseline"]]), study["baseline"])
         axis.set_title(title, loc="left", fontweight="bold")
         axis.set_xlabel("mean recall, %")
         axis.xaxis.set_tick_params(labelbottom=True)
-        axis.set_ylim(most - 0.4, -0.6)
+        axis.set_ylim(row_count - 0.4, -0.6)
     figure.savefig(image, dpi=150)
 
 

@@ -6,8 +6,8 @@
     python benchmarks/throughput.py --tiny                      # on a CPU, in seconds: shows that it works
 
 Both take turns, so that a clock that slows down slows both, and both do what `powerclip train` does in a step. With its
-data a step reads, decodes, crops, draws boxes, packs trees and copies; the step alone goes round a few batches that the
-run has seen, so that captions are as long as in the run. The ratio of the two is the share of the GPU's time that the
+data a step reads, decodes, crops, draws boxes, packs trees and copies; the step alone cycles through a few batches of
+the run, so that captions are as long as in the run. The ratio of the two is the share of the GPU's time that the
 input leaves. A third turn takes batches and trains nothing: the rate of the input alone. Writes a JSON file and a
 Markdown table.
 """
@@ -33,7 +33,7 @@ from powerclip.train.recipe import Recipe, load_recipe
 from powerclip.train.state import TrainState, start
 from powerclip.train.towers import is_compiled
 
-KEPT = 8  # batches that the step alone goes round
+KEPT = 8  # batches that the step alone cycles through
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, nargs="?", help="a recipe file")
     parser.add_argument("settings", nargs="*", help="settings to change, as data.workers=8")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's recipe, 16 pairs, few steps")
-    parser.add_argument("--steps", type=int, default=100, help="of each in a turn; the first few batches lie ready")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=60, help="steps before the first turn; they compile")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
@@ -103,7 +103,7 @@ def rate(state: TrainState, batches: Iterable[Batch], recipe: Recipe | None = No
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
