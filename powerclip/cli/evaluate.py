@@ -47,6 +47,7 @@ def ground(
     "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
     "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
+    "  powerclip evaluate --model my/model --grounding flickr8k-val.jsonl.gz --images captions10k/val-000.tar\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
@@ -63,6 +64,14 @@ def evaluate(
     pointing: Annotated[
         list[Path] | None,
         typer.Option("--pointing", help="A .json of phrases and boxes: the pointing game; may be repeated."),
+    ] = None,
+    grounding: Annotated[
+        list[Path] | None,
+        typer.Option("--grounding", help="A .jsonl(.gz) of captions, phrases and boxes; may be repeated."),
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--images", help="A tar or a folder with the images of --grounding; may be repeated."),
     ] = None,
     suite: Annotated[
         str | None,
@@ -93,6 +102,8 @@ def evaluate(
             paths or [],
             pretrained=pretrained,
             pointing=pointing or [],
+            grounding=grounding or [],
+            images=images or [],
             suite=suite,
             data=data,
             datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],

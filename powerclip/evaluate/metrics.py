@@ -1,19 +1,22 @@
 """Metrics of the benchmarks: pure functions of embeddings, scores and boxes, by the names that clip-benchmark has.
 
-Ties count against the model, and so does NaN: a collapsed model must not look perfect.
+Ties count against the model, and so does NaN: a collapsed model must not look perfect. Only in swap accuracy a tie
+counts half.
 
-Axes: n images · T phrases · N patches · D width
+Axes: n images · T phrases · N patches · M regions of an image · D width
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from powerclip.alignment.regions import subset_matrix
 from powerclip.errors import UserError
 
 Metrics = dict[str, float | None]
@@ -27,6 +30,9 @@ GROUPS = {
     "att": ("replace_att", "swap_att", "add_att"),
     "rel": ("replace_rel",),
 }
+# How well a set A of regions fits a phrase: the cosine of r_A (Eq. 1) with the phrase, the mean or the sum over A of q.
+SetScore = Literal["cosine", "mean", "sum"]
+_TIE = 1e-6  # scores of sets that are closer than float32 rounds are equal
 
 
 # ---- retrieval -------------------------------------------------------------------------------------------------------
@@ -224,3 +230,108 @@ def hits_cells(heatmaps: Tensor, inside: Tensor) -> Tensor:
     highest = heatmaps.flatten(1).amax(1)
     top = heatmaps == highest[:, None, None]
     return ~(top & ~inside).flatten(1).any(1) & highest.isfinite()
+
+
+def best_fixed_patch(inside: Tensor) -> float:
+    """Share of phrases whose boxes hold one and the same patch, the best of all: from [T, rows, columns] bool.
+
+    What a map gets that neither looks at the image nor reads the phrase.
+    """
+    return inside.flatten(1).double().mean(0).max().item()
+
+
+def phrases_of_other_images(image_of_phrase: Tensor) -> Tensor | None:
+    """For each phrase [T] the number of one that belongs to another image, each of them once: [T].
+
+    None where one image has more than half of all phrases: then there is no such order.
+    """
+    by_image = image_of_phrase.argsort(stable=True)
+    other = torch.empty_like(by_image)
+    other[by_image] = by_image.roll(-(len(by_image) // 2))
+    return None if (image_of_phrase[other] == image_of_phrase).any() else other
+
+
+# ---- swap accuracy ---------------------------------------------------------------------------------------------------
+
+
+def box_masks(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The patches of each box [T, 4]: [T, rows, columns] bool, at least one of each.
+
+    They are those of `cells_in_boxes`; a box between the centres has the patch that it overlaps most.
+    """
+    inside = cells_in_boxes(boxes, grid)
+    x0, y0, x1, y1 = boxes.unbind(1)
+    shared = _overlaps(y0, y1, grid[0])[:, :, None] * _overlaps(x0, x1, grid[1])[:, None, :]
+    most = torch.zeros_like(inside).flatten(1)
+    most.scatter_(1, shared.flatten(1).argmax(1, keepdim=True), True)
+    is_between = ~inside.flatten(1).any(1)
+    return torch.where(is_between[:, None, None], most.view_as(inside), inside)
+
+
+def _overlaps(low: Tensor, high: Tensor, cells: int) -> Tensor:
+    """How long the interval from `low` to `high` [T] is within each of the cells of the unit interval: [T, cells]."""
+    edges = torch.arange(cells + 1, device=low.device, dtype=low.dtype) / cells
+    return (torch.minimum(high[:, None], edges[1:]) - torch.maximum(low[:, None], edges[:-1])).clamp(min=0)
+
+
+def mask_overlaps(masks: Tensor) -> Tensor:
+    """Intersection over union of all pairs of masks [T, rows, columns]: [T, T]."""
+    flat = masks.flatten(1).double()
+    shared, sizes = flat @ flat.T, flat.sum(1)
+    return shared / (sizes[:, None] + sizes - shared)
+
+
+def distances_to_middle(masks: Tensor) -> Tensor:
+    """Mean distance of the cells of each mask [T, rows, columns] to the middle, in shares of the sides: [T]."""
+    rows, columns = (
+        (torch.arange(cells, device=masks.device).double() + 0.5) / cells - 0.5 for cells in masks.shape[1:]
+    )
+    return mean_inside(torch.hypot(rows[:, None], columns[None, :]).expand(masks.shape), masks)
+
+
+def mean_inside(maps: Tensor, masks: Tensor) -> Tensor:
+    """Mean of each map over the patches of its mask, both [T, rows, columns]: [T] in float64."""
+    return torch.where(masks, maps.double(), 0).flatten(1).sum(1) / masks.flatten(1).sum(1)
+
+
+def swap_hits(maps: Tensor, masks: Tensor, pairs: Tensor) -> Tensor:
+    """Whether two phrases prefer their own boxes to each other's: [pairs], 1 for a hit, 0.5 for a tie.
+
+    A hit is S(a, box a) + S(b, box b) > S(a, box b) + S(b, box a), S the mean of a phrase's map in the boxes. A map
+    that ignores its phrase ties in each pair.
+
+    Args:
+        maps: of all phrases [T, rows, columns].
+        masks: their boxes, likewise, bool.
+        pairs: numbers of two phrases of one image [pairs, 2].
+    """
+    a, b = pairs.unbind(1)
+    own = mean_inside(maps[a], masks[a]) + mean_inside(maps[b], masks[b])
+    swapped = mean_inside(maps[a], masks[b]) + mean_inside(maps[b], masks[a])
+    return (own > swapped).double() + 0.5 * (own == swapped)
+
+
+# ---- set accuracy ----------------------------------------------------------------------------------------------------
+
+
+def set_f1(q: Tensor, gram: Tensor, gold: Tensor, score: SetScore = "cosine") -> Tensor:
+    """F1 of each phrase's best set of an image's regions, T2R's argmax, with its gold set: [T]; 1 is an exact match.
+
+    All sets but the empty one are enumerated. By the sum, the best set holds the regions with q > 0, or the best one
+    where there are none; by the mean it is one region. Where several sets are the best, the worst of them counts.
+
+    Args:
+        q: ⟨φ_m, p_B⟩ of phrases with the regions [T, M].
+        gram: ⟨φ_m, φ_m'⟩ of the regions [M, M].
+        gold: which regions a phrase names [T, M] bool.
+        score: how well a set fits.
+    """
+    sets = subset_matrix(q.shape[1], empty=False, device=q.device).double()
+    scores, sizes, members = q.double() @ sets.T, sets.sum(1), gold.double()
+    if score == "mean":
+        scores = scores / sizes
+    elif score == "cosine":
+        scores = scores / ((sets @ gram.double()) * sets).sum(1).clamp(min=1e-12).sqrt()
+    f1 = 2 * (members @ sets.T) / (members.sum(1, keepdim=True) + sizes)
+    is_best = ~(scores < scores.amax(1, keepdim=True) - _TIE)  # true for NaN
+    return f1.masked_fill(~is_best, torch.inf).amin(1)

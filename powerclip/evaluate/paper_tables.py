@@ -316,6 +316,8 @@ def _other_columns(record: Mapping[str, Any]) -> dict[Metric, float | None]:
         "acc": single,
         "pointing_words": column(dataset, "in caption"),
         "pointing_text": column(dataset, "alone"),
+        "swap_words": column(dataset, "swap in caption"),
+        "swap_text": column(dataset, "swap alone"),
     }
     return {column: metrics[name] for name, column in shown.items() if name in metrics}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -24,9 +24,10 @@ from rich.console import Console
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
-from powerclip.evaluate.tasks import Scored, Task
+from powerclip.evaluate.tasks import Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, print_line
@@ -58,6 +59,8 @@ def evaluate_model(
     *,
     pretrained: str | None = None,
     pointing: Sequence[Path] = (),
+    grounding: Sequence[Path] = (),
+    images: Sequence[Path] = (),
     suite: str | None = None,
     data: Path | None = None,
     datasets: Sequence[str] = (),
@@ -67,7 +70,7 @@ def evaluate_model(
     again: bool = False,
     quiet: bool = False,
 ) -> Evaluated:
-    """Load the model and evaluate it on the paths, the boxes of `pointing`, the suite, or several of these.
+    """Load the model and evaluate it on what is named: paths, boxes of `pointing`, phrases of `grounding`, a suite.
 
     One argument for each option of the command. Embeddings are kept in `output/embeddings`.
 
@@ -76,7 +79,8 @@ def evaluate_model(
     """
     with join_ranks(device) as ranks:
         # Cheap checks come first, before the model is loaded.
-        jobs = ranks.raise_on_all(lambda: _jobs(paths, pointing, suite, data, datasets))
+        of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
+        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, suite))
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
 
@@ -88,7 +92,9 @@ def evaluate_model(
         )
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
-        done = evaluate(embedder, jobs, target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet)
+        done = evaluate(
+            embedder, [*own, *of_suite], target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet
+        )
         if ranks.is_main and not quiet:
             parts = ((done.missing, "missing"), (done.failed, "failed"))
             left = [f"{len(part)} {what}" for part, what in parts if part]
@@ -96,13 +102,23 @@ def evaluate_model(
         return done
 
 
-def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list[Job]:
-    """One job for each path of the user's own data, named after it; `pointing` are files of boxes."""
+def jobs_for_paths(
+    paths: Sequence[Path],
+    pointing: Sequence[Path] = (),
+    grounding: Sequence[Path] = (),
+    images: Sequence[Path] = (),
+) -> list[Job]:
+    """One job for each path of the user's own data, named after it.
+
+    `pointing` are files of boxes, `grounding` those of captions' phrases, whose images are in `images`.
+    """
     jobs: list[Job] = []
     readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_path) for path in paths]
+    readers += [(path, read_boxes) for path in pointing]
+    readers += [(path, partial(read_entities, images=images)) for path in grounding]
     # A user's own data never pass for a dataset of the paper.
     taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
-    for path, read in [*readers, *((path, read_boxes) for path in pointing)]:
+    for path, read in readers:
         name = next(name for name in _names(path.resolve()) if _file_name(name) not in taken)
         taken.add(_file_name(name))
         jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
@@ -111,7 +127,7 @@ def jobs_for_paths(paths: Sequence[Path], pointing: Sequence[Path] = ()) -> list
 
 def _names(path: Path) -> Iterator[str]:
     """What the data at a path may be called: its name, with as many folders before it as it takes, then numbered."""
-    name = path.stem if path.is_file() else path.name
+    name = Path(path.name.removesuffix(".gz")).stem if path.is_file() else path.name
     yield name
     for folder in path.parents:
         if folder.name:
@@ -205,13 +221,42 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
         for name, value in shown.items()
         if value is not None
     ]
+    is_grounding = records[0]["task"] == Grounding.task
+    if is_grounding:
+        parts = _grounding_parts(shown)
     corrupt = records[0]["powerclip"]["corrupt"]
     notes = [f"{len(corrupt)} unreadable: {', '.join(corrupt[:3])}"] if corrupt else []
     counts = records[0]["powerclip"]["counts"]
     missing, small = counts.get("missing"), counts.get("too small")
-    notes += [f"{missing:,} comparisons left out: their images are not there"] if missing else []
+    what = "captions" if is_grounding else "comparisons"
+    notes += [f"{missing:,} {what} left out: their images are not there"] if missing else []
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
+    if is_grounding and (without := counts["phrases"] - counts["phrases with sets"]):
+        notes.append(f"no sets for {without:,} phrases of images with one box or more than {Grounding.most_regions}")
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _grounding_parts(metrics: Mapping[str, float | None]) -> list[str]:
+    """The metrics of grounding that tell most, of phrases in their caption / alone, beside their baselines."""
+
+    def shown(*names: str) -> str:
+        values = (metrics.get(name) for name in names)
+        return " / ".join("–" if value is None else f"{100 * value:.1f}" for value in values)
+
+    def both(name: str) -> str:
+        return shown(*(name.format(query) for query in ("words", "text")))
+
+    sets = [
+        f"set F1, {number} {both(f'set_f1_{{}}_{which}')} "
+        f"(best box {both(f'set_f1_{{}}_best_box_{which}')}, all boxes {shown(f'set_f1_all_boxes_{which}')})"
+        for which, number in (("single", "one box"), ("several", "several boxes"))
+    ]
+    return [
+        f"pointing in caption / alone {both('pointing_{}')} (chance {shown('pointing_chance')}, "
+        f"fixed patch {shown('pointing_fixed_patch')}, another image's phrase {both('pointing_{}_other')})",
+        f"swap {both('swap_{}')}",
+        *sets,
+    ]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -237,28 +282,42 @@ def _is_result(record: Any) -> bool:
     return isinstance(record["metrics"], dict) and isinstance(about, dict) and isinstance(about.get("counts", {}), dict)
 
 
-def _jobs(
-    paths: Sequence[Path], pointing: Sequence[Path], suite: str | None, data: Path | None, datasets: Sequence[str]
+def _own_jobs(
+    paths: Sequence[Path],
+    pointing: Sequence[Path],
+    grounding: Sequence[Path],
+    images: Sequence[Path],
+    suite: str | None,
 ) -> list[Job]:
-    if suite is None and (data is not None or datasets):
-        raise UserError("--data and --datasets belong to a suite: name it with --suite")
-    if suite is None and not paths and not pointing:
+    """The jobs of the user's own data; there may be none beside a suite."""
+    if suite is None and not paths and not pointing and not grounding:
         raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
+    if bool(grounding) != bool(images):
+        raise UserError("--grounding and --images belong together: phrases with boxes, and tars or a folder of images")
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder {path}")
-    for path in pointing:
-        if not path.is_file():
-            raise UserError(f"--pointing: there is no file {path}")
-    jobs = jobs_for_paths(paths, pointing)
-    if suite is not None:
-        benchmarks = choose(suite, datasets)
-        if data is None:
-            raise UserError("--suite needs --data, the folder that holds its datasets")
-        if not data.is_dir():
-            raise UserError(f"--data: there is no folder {data}")
-        jobs += jobs_for_suite(benchmarks, data)
-    return jobs
+    for path in images:
+        if not path.exists():
+            raise UserError(f"--images: there is no file or folder {path}")
+    for option, files in (("--pointing", pointing), ("--grounding", grounding)):
+        for path in files:
+            if not path.is_file():
+                raise UserError(f"{option}: there is no file {path}")
+    return jobs_for_paths(paths, pointing, grounding, images)
+
+
+def _suite_jobs(suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
+    if suite is None:
+        if data is not None or datasets:
+            raise UserError("--data and --datasets belong to a suite: name it with --suite")
+        return []
+    benchmarks = choose(suite, datasets)
+    if data is None:
+        raise UserError("--suite needs --data, the folder that holds its datasets")
+    if not data.is_dir():
+        raise UserError(f"--data: there is no folder {data}")
+    return jobs_for_suite(benchmarks, data)
 
 
 def _name(model: str) -> str:

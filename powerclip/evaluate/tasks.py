@@ -1,18 +1,20 @@
 """The kinds of benchmark: what each holds, and how an embedder scores it.
 
-Axes: n images · T phrases · D width
+Axes: n images · T phrases · N patches · M regions of an image · D width
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from powerclip.alignment.regions import embed_regions
 from powerclip.data.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
 from powerclip.evaluate import metrics
@@ -204,18 +206,31 @@ class PointingGame:
 
     def score(self, embedder: Embedder) -> Scored:
         """Share of hits with both embeddings of a phrase, and of a patch that is drawn at random."""
+        embedded, maps = self.maps(embedder, self.queries(embedder))
+        return self.score_maps(embedded, maps, embedder.encoder.grid)
+
+    def queries(self, embedder: Embedder) -> dict[str, Tensor]:
+        """Both embeddings of the phrases [T, D]."""
         phrases = list(zip(self.captions, self.spans, strict=True))
-        queries = {
+        return {
             "words": embedder.phrases(self.captions, [_tree(caption, span) for caption, span in phrases]),
             "text": embedder.texts([caption[span.start : span.end] for caption, span in phrases]),
         }
-        targets = {"": self._cells(self.boxes, embedder)}
-        if self.objects is not None:
-            targets["_any"] = self._cells(self.objects, embedder)
-        hits = {f"pointing_{query}{which}": torch.zeros(len(phrases)) for which in targets for query in queries}
-        phrases_of: dict[int, list[int]] = {}
-        for phrase, image in enumerate(self.image_of_phrase):
-            phrases_of.setdefault(image, []).append(phrase)
+
+    def maps(
+        self,
+        embedder: Embedder,
+        queries: Mapping[str, Tensor],
+        use: Callable[[int, Tensor], None] = lambda image, patches: None,
+    ) -> tuple[Embedded, dict[str, Tensor]]:
+        """The map of each phrase over its image, for each of the queries [T, D]: [T, rows, columns].
+
+        `use` gets the number and the patches [N, D] of each image, under torchrun of this rank's images only. The
+        maps of all phrases are kept: 80 MB for 100,000 of them on a grid of 14 × 14.
+        """
+        grid = embedder.encoder.grid
+        maps = {query: torch.zeros(len(self.spans), *grid) for query in queries}
+        phrases_of = self.phrases_of_images()
 
         def score_phrases(images: Sequence[int], patches: Tensor) -> None:
             """Score all phrases of some images, given their patches [batch, N, D]."""
@@ -225,23 +240,194 @@ class PointingGame:
                 of_phrases = patches[rows.to(patches.device)]
                 for query, directions in queries.items():
                     heat = metrics.patch_similarity(of_phrases, directions[numbers].to(patches.device))
-                    heat = heat.unflatten(1, embedder.encoder.grid).cpu()
-                    for which, inside in targets.items():
-                        hits[f"pointing_{query}{which}"][numbers] = metrics.hits_cells(heat, inside[numbers]).float()
+                    maps[query][numbers] = heat.unflatten(1, grid).cpu()
+            for image, own in zip(images, patches, strict=True):
+                use(image, own)
 
         embedded = embedder.patches(self.images, score_phrases)
+        return embedded, {query: embedder.ranks.sum(values) for query, values in maps.items()}
+
+    def score_maps(self, embedded: Embedded, maps: Mapping[str, Tensor], grid: tuple[int, int]) -> Scored:
+        """`pointing_QUERY` of each query that the maps were made for, and chance."""
+        targets = {"": self.cells(self.boxes, grid)}
+        if self.objects is not None:
+            targets["_any"] = self.cells(self.objects, grid)
         kept = embedded.readable[torch.tensor(self.image_of_phrase)]
-        scored: Metrics = {name: embedder.ranks.sum(hit)[kept].double().mean().item() for name, hit in hits.items()}
+        scored: Metrics = {
+            f"pointing_{query}{which}": metrics.hits_cells(heat[kept], inside[kept]).double().mean().item()
+            for which, inside in targets.items()
+            for query, heat in maps.items()
+        }
         scored |= {f"pointing_chance{which}": inside[kept].double().mean().item() for which, inside in targets.items()}
         counts = {"images": int(embedded.readable.sum()), "phrases": int(kept.sum())}
         # The maximum lies at the centre of a patch: a box between the centres cannot be hit.
         small = int((~targets[""][kept].flatten(1).any(1)).sum())
         return Scored({"": scored}, {**counts, **({"too small": small} if small else {})}, embedded.corrupt)
 
-    def _cells(self, boxes: Sequence[Sequence[Box]], embedder: Embedder) -> Tensor:
+    def phrases_of_images(self) -> dict[int, list[int]]:
+        """Image → its phrases, in order."""
+        phrases_of: dict[int, list[int]] = {}
+        for phrase, image in enumerate(self.image_of_phrase):
+            phrases_of.setdefault(image, []).append(phrase)
+        return phrases_of
+
+    @staticmethod
+    def cells(boxes: Sequence[Sequence[Box]], grid: tuple[int, int]) -> Tensor:
         """Which patches lie in one of the boxes of each phrase [T, rows, columns] bool."""
-        grid = embedder.encoder.grid
         return torch.stack([metrics.cells_in_boxes(torch.tensor(several), grid).any(0) for several in boxes])
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """Phrases of captions and the boxes of what they name: pointing with its baselines, swap and set accuracy.
+
+    A map that only knows where things usually are can win at pointing. In swap accuracy, where two phrases of a caption
+    must each prefer its own boxes, it gets 50 %. A map that only knows which phrase comes first can still gain there:
+    so pairs whose more central phrase comes first, and last, are also counted apart. In set accuracy the regions are
+    all gold boxes of an image, and the best set of them for a phrase shall be its own boxes.
+    """
+
+    task: ClassVar[str] = "grounding"
+    # Boxes of a swapped pair share at most this much: where they lie on each other, neither is wrong.
+    most_overlap: ClassVar[float] = 0.1
+    # Overlaps are those on a fine grid, not on the model's, so that the pairs are the same for all models.
+    fine_grid: ClassVar[tuple[int, int]] = (64, 64)
+    most_regions: ClassVar[int] = 12  # an image with more has too many sets to try
+
+    phrases: PointingGame
+    caption_of_phrase: Sequence[int]  # T; phrases of one number are of the same sentence about the same image
+    missing: int = 0  # captions whose image is not there
+    set_score: metrics.SetScore = "cosine"
+
+    @property
+    def images(self) -> ImageSource:
+        """Those that the captions describe."""
+        return self.phrases.images
+
+    @property
+    def summary(self) -> str:
+        """`1,000 images, 13,123 phrases, 5 captions left out: their images are not there`."""
+        left_out = f", {self.missing:,} captions left out: their images are not there" if self.missing else ""
+        return f"{self.phrases.summary}{left_out}"
+
+    def score(self, embedder: Embedder) -> Scored:
+        """All three, with both embeddings of a phrase."""
+        game, grid = self.phrases, embedder.encoder.grid
+        queries = game.queries(embedder)
+        other = metrics.phrases_of_other_images(torch.tensor(game.image_of_phrase))
+        others = {} if other is None else {f"{name}_other": vectors[other] for name, vectors in queries.items()}
+        sets = _SetChoice(game, queries, grid, self.set_score, self.most_regions)
+        embedded, maps = game.maps(embedder, queries | others, sets.choose)
+        pointing = game.score_maps(embedded, maps, grid)
+        kept = embedded.readable[torch.tensor(game.image_of_phrase)]
+        fixed: Metrics = {"pointing_fixed_patch": metrics.best_fixed_patch(game.cells(game.boxes, grid)[kept])}
+        swaps, pairs = self._swap(maps, [*queries], kept, grid)
+        f1 = {query: embedder.ranks.sum(values) for query, values in sets.f1.items()}
+        chosen = _set_metrics(f1, sets.has_sets & kept, torch.tensor([len(set(own)) for own in game.boxes]))
+        counts = pointing.counts | {"pairs": pairs, "phrases with sets": int((sets.has_sets & kept).sum())}
+        missing = {"missing": self.missing} if self.missing else {}
+        return Scored({"": pointing.parts[""] | fixed | swaps | chosen}, counts | missing, embedded.corrupt)
+
+    def _swap(
+        self, maps: Mapping[str, Tensor], names: Sequence[str], kept: Tensor, grid: tuple[int, int]
+    ) -> tuple[Metrics, int]:
+        """Swap accuracy of all pairs, and of those whose more central phrase comes first, or last, in the sentence."""
+        pairs, farther = self.swap_pairs()
+        readable = kept[pairs].all(1)
+        pairs, farther = pairs[readable], farther[readable]
+        masks = _union_masks(self.phrases.boxes, grid)
+        found: Metrics = {}
+        for query in names:
+            hits = metrics.swap_hits(maps[query], masks, pairs)
+            found[f"swap_{query}"] = _mean(hits)
+            found[f"swap_{query}_central_first"] = _mean(hits[farther < 0])
+            found[f"swap_{query}_central_last"] = _mean(hits[farther > 0])
+        return found, len(pairs)
+
+    def swap_pairs(self) -> tuple[Tensor, Tensor]:
+        """Pairs of phrases of one caption whose boxes hardly overlap [pairs, 2], the one that is named first in front.
+
+        Beside them [pairs], how much farther from the middle of the image the first one's boxes lie than the other's.
+        """
+        phrases_of: dict[int, list[int]] = {}
+        for phrase, caption in enumerate(self.caption_of_phrase):
+            phrases_of.setdefault(caption, []).append(phrase)
+        pairs: list[tuple[int, int]] = []
+        farther: list[float] = []
+        for own in phrases_of.values():
+            ordered = sorted(own, key=lambda phrase: self.phrases.spans[phrase].start)
+            masks = _union_masks([self.phrases.boxes[phrase] for phrase in ordered], self.fine_grid)
+            distances = metrics.distances_to_middle(masks)
+            apart = (metrics.mask_overlaps(masks) <= self.most_overlap).triu(1)
+            for first, last in apart.nonzero().tolist():
+                pairs.append((ordered[first], ordered[last]))
+                farther.append(float(distances[first] - distances[last]))
+        return torch.tensor(pairs, dtype=torch.long).view(-1, 2), torch.tensor(farther, dtype=torch.double)
+
+
+class _SetChoice:
+    """The best set of an image's gold boxes for each of its phrases, and its F1.
+
+    Images with one box, where there is nothing to choose, and with too many are left out.
+    """
+
+    def __init__(
+        self,
+        game: PointingGame,
+        queries: Mapping[str, Tensor],
+        grid: tuple[int, int],
+        score: metrics.SetScore,
+        most_regions: int,
+    ) -> None:
+        self._game = game
+        self._queries = queries
+        self._grid = grid
+        self._score = score
+        self._phrases_of = game.phrases_of_images()
+        self._regions = {
+            image: list(dict.fromkeys(box for phrase in phrases for box in game.boxes[phrase]))
+            for image, phrases in self._phrases_of.items()
+        }
+        self._chosen = {image for image, boxes in self._regions.items() if 1 < len(boxes) <= most_regions}
+        self.has_sets = torch.tensor([image in self._chosen for image in game.image_of_phrase])  # T
+        names = [*queries, *(f"{query}_best_box" for query in queries), "all_boxes"]
+        self.f1 = {query: torch.zeros(len(game.spans), dtype=torch.double) for query in names}  # T each
+
+    def choose(self, image: int, patches: Tensor) -> None:
+        """Choose for the phrases of an image, given its patches [N, D]."""
+        if image not in self._chosen:
+            return
+        numbers, boxes = self._phrases_of[image], self._regions[image]
+        masks = metrics.box_masks(torch.tensor(boxes), self._grid).flatten(1)
+        regions = embed_regions(patches[None].cpu().float(), masks[None])[0]
+        gram = regions @ regions.T
+        gold = torch.tensor([[box in self._game.boxes[phrase] for box in boxes] for phrase in numbers])
+        for query, directions in self._queries.items():
+            q = normalize(directions[numbers].float(), dim=-1) @ regions.T
+            self.f1[query][numbers] = metrics.set_f1(q, gram, gold, self._score)
+            self.f1[f"{query}_best_box"][numbers] = metrics.set_f1(q, gram, gold, "mean")
+        named = gold.sum(1).double()
+        self.f1["all_boxes"][numbers] = 2 * named / (named + len(boxes))
+
+
+def _set_metrics(f1: Mapping[str, Tensor], has_sets: Tensor, named: Tensor) -> Metrics:
+    """Mean F1 and share of exact matches, of phrases that name one box and of those that name several."""
+    return {
+        f"set_{measure}_{query}_{which}": _mean(values[has_sets & chosen])
+        for which, chosen in (("single", named == 1), ("several", named > 1))
+        for measure, shares in (("f1", f1), ("exact", {query: (value == 1).double() for query, value in f1.items()}))
+        for query, values in shares.items()
+    }
+
+
+def _union_masks(boxes: Sequence[Sequence[Box]], grid: tuple[int, int]) -> Tensor:
+    """The patches of all boxes of each phrase [T, rows, columns] bool, at least one."""
+    return torch.stack([metrics.box_masks(torch.tensor(several), grid).any(0) for several in boxes])
+
+
+def _mean(values: Tensor) -> float | None:
+    """None where there is nothing to average."""
+    return values.mean().item() if len(values) else None
 
 
 def _tree(caption: str, span: Span) -> Tree:
@@ -249,7 +435,7 @@ def _tree(caption: str, span: Span) -> Tree:
     return Tree(tree_from_spans([span], caption).leaves, (span,))
 
 
-Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame
+Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame | Grounding
 
 
 def _readable(embedded: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_examples import caption_table, class_folders, sugarcrepe, tiny_model
+from benchmark_examples import caption_table, class_folders, image, sugarcrepe, tiny_model
+from mini_corpus import write_shard
 
 import powerclip
 from powerclip.errors import UserError
@@ -58,19 +59,34 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         for number in range(20)
     ]
     boxes.write_text(json.dumps(items))
+    count = embedding.CHUNK + 10
+    lines = [
+        {"key": f"g{number}", "caption": "a bear and two cups", "phrases": [
+            {"start": 0, "end": 6, "boxes": [[0.1 * (number % 4), 0, 0.5, 0.5]]},
+            {"start": 11, "end": 19, "boxes": [[0.6, 0, 1, 0.4], [0.5, 0.6, 1, 1]]}]}
+        for number in range(count)
+    ]  # fmt: skip
+    grounding = tmp_path / "phrases.jsonl"
+    grounding.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shard = write_shard(
+        tmp_path / "g.tar",
+        [(f"g{number}.png", image(tmp_path / "drawn.png", number).read_bytes()) for number in range(count)],
+    )
     (tmp_path / "empty").mkdir()
     paths = [animals, tmp_path / "empty", table, crepe]
     done = torchrun(
-        *paths, "--pointing", boxes, "-m", tmp_path / "model", "-o", tmp_path / "two", "--device", "cpu"
+        *paths, "--pointing", boxes, "--grounding", grounding, "--images", shard,
+        "-m", tmp_path / "model", "-o", tmp_path / "two", "--device", "cpu"
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[1/5] animals") == 1  # the first rank speaks for both
-    assert "[2/5] empty: failed" in done.stdout
+    assert done.stdout.count("[1/6] animals") == 1  # the first rank speaks for both
+    assert "[2/6] empty: failed" in done.stdout
     evaluate_model(
-        str(tmp_path / "model"), paths, pointing=[boxes], output=tmp_path / "one", device="cpu", cache=False, quiet=True
-    )
+        str(tmp_path / "model"), paths, pointing=[boxes], grounding=[grounding], images=[shard],
+        output=tmp_path / "one", device="cpu", cache=False, quiet=True
+    )  # fmt: skip
     assert results(tmp_path / "two") == results(tmp_path / "one")
-    assert len(results(tmp_path / "two")) == 4
+    assert len(results(tmp_path / "two")) == 5
 
 
 def test_under_torchrun_a_mistake_is_still_one_line(tmp_path):

@@ -14,17 +14,24 @@ from powerclip.errors import UserError
 from powerclip.evaluate.metrics import (
     CUTOFFS,
     accuracy_by_kind,
+    best_fixed_patch,
+    box_masks,
     caption_pairs,
     cells_in_boxes,
     class_embeddings,
     classification,
+    distances_to_middle,
     hard_negatives,
     hits_cells,
     image_ranks,
+    mask_overlaps,
     mean_average_precision,
     patch_similarity,
+    phrases_of_other_images,
     prefers_caption,
     recall,
+    set_f1,
+    swap_hits,
     text_ranks,
 )
 
@@ -240,3 +247,91 @@ def test_the_share_of_cells_inside_is_what_random_pointing_scores():
 def test_cells_follow_a_grid_that_is_not_square():
     inside = cells_in_boxes(torch.tensor([[0.0, 0.0, 0.5, 1.0]]), (2, 4))
     assert inside[0].tolist() == [[True, True, False, False]] * 2
+
+
+def test_the_best_fixed_patch_is_the_one_in_most_boxes():
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 1.0, 1.0], [0.3, 0.3, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]])
+    assert best_fixed_patch(cells_in_boxes(boxes, (4, 4))) == 0.75  # row 1, column 1
+
+
+@pytest.mark.parametrize("owners", [[0, 0, 1, 1], [3, 0, 3, 0, 2], [0, 0, 0, 1, 2, 4], [0, 1]])
+def test_each_phrase_is_asked_once_on_another_image(owners):
+    images = torch.tensor(owners)
+    other = phrases_of_other_images(images)
+    assert sorted(other.tolist()) == list(range(len(owners)))
+    assert (images[other] != images).all()
+
+
+@pytest.mark.parametrize("owners", [[0], [0, 0], [0, 0, 1]])
+def test_phrases_of_mostly_one_image_have_no_others(owners):
+    assert phrases_of_other_images(torch.tensor(owners)) is None
+
+
+# ---- swap accuracy ---------------------------------------------------------------------------------------------------
+
+
+def test_a_box_between_the_centres_has_the_patch_that_it_overlaps_most():
+    boxes = torch.tensor([[0.2, 0.0, 0.34, 0.1], [0.0, 0.0, 0.5, 0.25]])
+    found = box_masks(boxes, (4, 4))
+    assert found[0].nonzero().tolist() == [[0, 1]]  # 0.25 to 0.34 of it, and not 0.20 to 0.25
+    assert torch.equal(found[1], cells_in_boxes(boxes, (4, 4))[1])
+
+
+def test_overlap_is_intersection_over_union():
+    masks = cells_in_boxes(torch.tensor([[0, 0, 0.5, 1], [0.25, 0, 1, 1], [0.5, 0, 1, 1]]), (4, 4))
+    expected = torch.tensor([[1, 0.25, 0], [0.25, 1, 2 / 3], [0, 2 / 3, 1]]).double()
+    torch.testing.assert_close(mask_overlaps(masks), expected, atol=1e-6, rtol=0)
+
+
+def test_what_lies_in_the_middle_is_nearer_to_it():
+    boxes = torch.tensor([[0.25, 0.25, 0.75, 0.75], [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.25, 0.25]])
+    middle, whole, corner = distances_to_middle(cells_in_boxes(boxes, (4, 4))).tolist()
+    assert middle == pytest.approx(0.125 * math.sqrt(2))
+    assert middle < whole < corner == pytest.approx(0.375 * math.sqrt(2))
+
+
+def test_swap_compares_means_in_own_and_in_swapped_boxes():
+    masks = cells_in_boxes(torch.tensor([[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 0.5]]), (2, 2))
+    pair = torch.tensor([[0, 1]])
+    right = torch.tensor([[[2.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]])
+    assert swap_hits(right, masks, pair).tolist() == [1]
+    assert swap_hits(right.flip(0), masks, pair).tolist() == [0]
+    # Means and not sums: own 1 + 3 and swapped 2 + 1.5, but 2 + 3 and 2 + 3 as sums.
+    means = torch.tensor([[[1.0, 2.0], [1.0, 0.0]], [[1.5, 3.0], [1.5, 0.0]]])
+    assert swap_hits(means, masks, pair).tolist() == [1]
+    assert swap_hits(torch.full((2, 2, 2), float("nan")), masks, pair).tolist() == [0]
+
+
+def test_a_map_that_ignores_its_phrase_ties_in_every_swap():
+    torch.manual_seed(0)
+    corner = torch.rand(40, 2) * 0.6
+    masks = box_masks(torch.cat([corner, corner + 0.05 + 0.3 * torch.rand(40, 2)], dim=1), (7, 5))
+    maps = torch.randn(1, 7, 5).expand(40, -1, -1)
+    assert swap_hits(maps, masks, torch.combinations(torch.arange(40))).unique().tolist() == [0.5]
+
+
+# ---- set accuracy ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_set_by_sum_mean_and_cosine():
+    q, gram = torch.tensor([[0.8, 0.7, 0.1]]), torch.eye(3)
+    two, one, all_three = (torch.tensor([row], dtype=torch.bool) for row in ([1, 1, 0], [1, 0, 0], [1, 1, 1]))
+    assert set_f1(q, gram, two, "cosine").item() == 1  # 0.8, 1.5 / √2 = 1.06, 1.6 / √3 = 0.92
+    assert set_f1(q, gram, one, "mean").item() == 1
+    assert set_f1(q, gram, all_three, "sum").item() == 1
+    assert set_f1(q, gram, one, "cosine").item() == pytest.approx(2 / 3)
+    # The second region is so much like the first that it adds little of its own, and lowers the cosine: 1.5 / √3.9.
+    alike = torch.tensor([[1.0, 0.95, 0.0], [0.95, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    assert set_f1(q, alike, one, "cosine").item() == 1
+
+
+def test_without_a_positive_region_the_best_set_by_sum_is_the_least_negative():
+    q, gold = torch.tensor([[-0.3, -0.1]]), torch.tensor([[False, True]])
+    assert set_f1(q, torch.eye(2), gold, "sum").item() == 1
+
+
+@pytest.mark.parametrize("score", ["cosine", "mean", "sum"])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_model_that_cannot_decide_has_chosen_the_worst_set(score, value):
+    gold = torch.tensor([[True, False, False]])
+    assert set_f1(torch.full((1, 3), value), torch.ones(3, 3), gold, score).item() == 0

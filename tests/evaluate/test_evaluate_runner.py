@@ -274,6 +274,9 @@ def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():
         ({"suite": "retrieval", "data": ".", "datasets": ["flickr9k"]}, "did you mean"),
         ({"datasets": ["flickr8k"]}, "belong to a suite"),
         ({"paths": ["gone"]}, "no file or folder gone"),
+        ({"grounding": ["gone.jsonl"]}, "--grounding and --images belong together"),
+        ({"grounding": ["gone.jsonl"], "images": ["."]}, "--grounding: there is no file gone.jsonl"),
+        ({"grounding": ["gone.jsonl"], "images": ["gone.tar"]}, "--images: there is no file or folder gone.tar"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, monkeypatch):
@@ -283,5 +286,6 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tm
     paths = [Path(path) for path in options.pop("paths", [])]
     if "data" in options:
         options["data"] = Path(options["data"])
+    options |= {name: [Path(path) for path in options[name]] for name in ("grounding", "images") if name in options}
     with pytest.raises(UserError, match=message):
         evaluate_model("no-such-model", paths, **options)
