@@ -108,6 +108,8 @@ def test_a_model_whose_maps_are_the_gold_boxes_has_100_in_all_three():
         assert whole[f"set_f1_{way}_best_box_single"] == 1
         assert whole[f"set_f1_{way}_best_box_several"] == pytest.approx(2 / 3)
         assert whole[f"set_exact_{way}_best_box_several"] == 0
+        # Asked for the other image's phrases in order, only the birds, of which each image has some, are found.
+        assert whole[f"pointing_{way}_other"] == pytest.approx(1 / 3)
     assert whole["set_f1_all_boxes_single"] == pytest.approx(2 / 5)  # four boxes in each image
     assert whole["set_f1_all_boxes_several"] == pytest.approx(4 / 6)
     assert found.counts == {"images": 2, "phrases": 6, "pairs": 6, "phrases with sets": 6}
