@@ -306,9 +306,9 @@ def backward(state: TrainState, batch: Batch, recipe: Recipe) -> Terms:
     plan = state.unwrapped_towers.plan(batch.images, generator, state.ranks)
     state.optimizer.zero_grad(set_to_none=True)
     if recipe.train.accumulate == 1:
-        features = state.towers(batch.images, batch.token_groups, plan)
-        # The loss is outside of autocast: similarities that carry a gradient are float32.
-        terms = state.objective.loss(features, batch, state.ranks)
+        # The loss is outside of autocast: similarities that carry a gradient are float32. No name holds the features:
+        # what the loss does not save for its gradient, such as the patches, is freed before the backward pass.
+        terms = state.objective.loss(state.towers(batch.images, batch.token_groups, plan), batch, state.ranks)
         mark_loss(terms.total).backward()
     else:
         terms = backward_in_parts(state, batch, plan, recipe.train.accumulate)

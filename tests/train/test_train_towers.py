@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from powerclip.runtime.compile import compile_shapes
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.train import loop as training
 from powerclip.train import towers
 from powerclip.train.data import make_loader
 from powerclip.train.recipe import TrainSection
@@ -105,3 +107,23 @@ def test_a_new_caption_length_compiles_the_text_tower_alone(tmp_path, counter):
         assert torch.allclose(found.text, expected.text, atol=1e-5)
         counts.append(counter.frame_count)
     assert counts == [2, 4]  # both towers, then the text tower for two shapes of captions
+
+
+def test_patches_that_no_gradient_needs_are_freed_before_the_backward_pass(tmp_path, monkeypatch):
+    recipe = tiny(tmp_path)
+    state = start(recipe)
+    patches: list[weakref.ref[torch.Tensor]] = []
+    compute_loss, alive = state.objective.loss, []
+
+    def loss(features, batch, ranks):
+        patches.append(weakref.ref(features.patches))
+        return compute_loss(features, batch, ranks)
+
+    def mark(total):
+        alive.append(patches[0]() is not None)
+        return total
+
+    monkeypatch.setattr(state.objective, "loss", loss)
+    monkeypatch.setattr(training, "mark_loss", mark)
+    training.backward(state, make_loader(recipe, state.encoder).batch(0), recipe)
+    assert alive == [False]
