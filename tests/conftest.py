@@ -27,3 +27,20 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("real data: set POWERCLIP_DATA to the folder that holds captions10k/ and sugarcrepe/")
     return Path(folder)
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of progress bars, at 0 until the test sets `clock.now`."""
+    clock = Clock()
+    monkeypatch.setattr("powerclip.runtime.progress.time.monotonic", clock)
+    return clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,5 @@ def test_what_all_import_imports_none_of_them(module):
 
 
 def test_no_package_imports_itself_by_way_of_others():
-    try:
-        TopologicalSorter(allowed()).prepare()
-    except CycleError as error:
-        pytest.fail(" → ".join(error.args[1]))
+    # A circle raises CycleError, which names it.
+    assert set(TopologicalSorter(allowed()).static_order()) == allowed().keys()

@@ -175,22 +175,6 @@ def test_what_a_killed_process_left_is_removed_but_not_what_is_being_written(tmp
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("powerclip.runtime.progress.time.monotonic", clock)
-    return clock
-
-
 def test_rate_and_time_left_count_shards_that_have_begun_and_not_those_that_were_done(clock, capsys):
     bar = Progress("trees", 5, unit="shards", every=0, console=Console(width=100))
     progress = ShardProgress(bar)

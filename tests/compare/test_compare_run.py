@@ -8,30 +8,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_study import write_base
+from tiny_study import STUDY
 
 from powerclip.compare import pool
 from powerclip.compare.run import RunOptions, compare_study
 from powerclip.compare.study import Study, StudyResults, read_study
 from powerclip.errors import UserError
 from powerclip.train.results import Results
-
-STUDY = """
-about: A trial.
-base: base.yaml
-baseline: clip
-settings:
-  powerclip:
-  clip: {about: the baseline, objective: clip}
-  heavy: {alignment: {weight: 3.0}}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, mini_corpus: Path) -> Path:
-    write_base(tmp_path, mini_corpus, steps=4, retrieval=True)
-    (tmp_path / "study.yaml").write_text(STUDY)
-    return tmp_path
 
 
 def run(study: Study, output: Path, seeds: list[int], **options: bool) -> tuple[StudyResults, str]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_study import write_base
 
 from powerclip.compare.run import identity
 from powerclip.compare.study import read_study
@@ -14,23 +13,6 @@ from powerclip.encoders.models import check_config
 from powerclip.errors import UserError
 from powerclip.objectives import build_objective
 from powerclip.train.recipe import load_recipe
-
-STUDY = """
-about: A trial.
-base: base.yaml
-baseline: clip
-settings:
-  powerclip:
-  clip: {about: the baseline, objective: clip}
-  heavy: {alignment: {weight: 3.0}}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, mini_corpus: Path) -> Path:
-    write_base(tmp_path, mini_corpus, steps=4, retrieval=True)
-    (tmp_path / "study.yaml").write_text(STUDY)
-    return tmp_path
 
 
 def test_a_setting_is_the_base_with_what_it_changes(folder):

@@ -1,4 +1,4 @@
-"""A recipe on the mini corpus that runs in a second, shared by the tests of studies."""
+"""A recipe on the mini corpus that runs in a second and a study of it, shared by the tests of studies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ data: {{source: corpus, shards: {corpus}/train-*.tar, trees: {corpus}/trees.tsv,
 regions: {{count: 3}}
 train: {{steps: {steps}, batch_size: 4, device: cpu, log_every: 1}}
 evaluation: {{composition: {corpus}/sugarcrepe{more}}}
+"""
+STUDY = """
+about: A trial.
+base: base.yaml
+baseline: clip
+settings:
+  powerclip:
+  clip: {about: the baseline, objective: clip}
+  heavy: {alignment: {weight: 3.0}}
 """
 
 

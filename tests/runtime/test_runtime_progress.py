@@ -6,22 +6,6 @@ from rich.console import Console
 from powerclip.runtime.progress import Progress, duration, print_line, track
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("powerclip.runtime.progress.time.monotonic", clock)
-    return clock
-
-
 def log() -> Console:
     return Console(file=io.StringIO(), width=40)
 
