@@ -170,11 +170,14 @@ class Recipe:
         validate(self)
         if self.regions.kind == "segments" and self.data.source == "scenes":
             raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
-        enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
+        alignment = self.alignment
+        enumerates = alignment.aggregation == "exact" and alignment.region_sets
+        enumerates &= alignment.r2t or alignment.divides_by_lengths  # T2R by sums has a closed form
         if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
+            other = "" if alignment.divides_by_lengths else ", or aggregation: nla"
             raise ValueError(
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
-                f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
+                f"{self.regions.count}: at most {MOST_ENUMERATED}{other}"
             )
 
     def with_towers(self, config: dict[str, Any]) -> Recipe:
