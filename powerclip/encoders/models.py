@@ -19,6 +19,9 @@ from powerclip.encoders.dual import DualEncoder
 from powerclip.encoders.weights import download, load_weights
 from powerclip.errors import UserError, first_line, nearest
 
+# What towers with the same weights may differ in: the weights decide it, or the model that they come from does.
+_DECIDED_BY_WEIGHTS = frozenset({"custom_text", "quick_gelu", "init_logit_scale", "init_logit_bias"})
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -87,6 +90,24 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
 def supported_models() -> list[str]:
     """Names of the open_clip models whose towers are both plain transformers."""
     return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+
+
+def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides a config's towers, apart from what their weights decide, flat and with every default written out."""
+    flat: dict[str, Any] = {}
+    for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
+        known = {item.name for item in dataclasses.fields(kind)}
+        values = dataclasses.asdict(kind(**{key: value for key, value in config[part].items() if key in known}))
+        flat |= {f"{part}.{key}": _plain(value) for key, value in values.items()}
+    tops = {key: value for key, value in config.items() if key not in ("vision_cfg", "text_cfg")}
+    return flat | {key: _plain(value) for key, value in tops.items() if key not in _DECIDED_BY_WEIGHTS}
+
+
+def _plain(value: Any) -> Any:
+    """Sizes are written as one number or as a pair, in lists or tuples."""
+    if isinstance(value, list | tuple):
+        return value[0] if len(set(value)) == 1 else list(value)
+    return value
 
 
 def check_config(config: object, source: str) -> None:
