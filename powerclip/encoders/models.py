@@ -45,8 +45,8 @@ def named(name: str, pretrained: str | None = None) -> Blueprint:
     if pretrained is None:
         return Blueprint(config, name)
 
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    known = open_clip.get_pretrained_cfg(name, pretrained)
+    tags = tags_of(name)
+    known = open_clip.get_pretrained_cfg(name, pretrained) if tags else {}
     if not known:
         if not Path(pretrained).is_file():
             raise UserError(
@@ -85,6 +85,14 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     if blueprint.fill is not None:
         blueprint.fill(clip)
     return model
+
+
+def tags_of(name: str) -> list[str]:
+    """The tags of an open_clip model's published weights; releases differ in what they answer where there are none."""
+    try:
+        return list(open_clip.list_pretrained_tags_by_model(name))
+    except KeyError:
+        return []
 
 
 def supported_models() -> list[str]:
@@ -168,6 +176,8 @@ def _check_heads(config: dict[str, Any], source: str) -> None:
 
 
 def _obstacle(config: dict[str, Any]) -> str | None:
+    if "vision_cfg" not in config or "text_cfg" not in config:
+        return "it has no image tower or no text tower"  # newer releases have models of sound too
     if config["vision_cfg"].get("timm_model_name"):
         return f"the image tower is timm's {config['vision_cfg']['timm_model_name']}"
     if isinstance(config["vision_cfg"].get("layers"), list | tuple):

@@ -22,14 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 from torch import Tensor, nn
 
 from powerclip.encoders import hugging_face
 from powerclip.encoders.directory import CONFIG_FILE, read_config, stored
 from powerclip.encoders.dual import DualEncoder
-from powerclip.encoders.models import Blueprint, assemble, check_config, named, spelled_out
+from powerclip.encoders.models import Blueprint, assemble, check_config, named, spelled_out, tags_of
 from powerclip.encoders.transforms import Preprocess, Tokenizer, preprocess_for, tokenizer_for
 from powerclip.encoders.weights import download, fit_weights, load_weights
 from powerclip.errors import UserError, first_line
@@ -122,7 +121,7 @@ def _only_pretrained(source: str) -> Blueprint:
         _refuse_weights_file(source, "pretrained")
         blueprint = named(source)
     if blueprint.fill is None:
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(blueprint.source)) or "none"
+        tags = ", ".join(tags_of(blueprint.source)) or "none"
         raise UserError(f"pretrained: {source} is a model without weights; add a tag, {source}/TAG (known: {tags})")
     return blueprint
 
