@@ -36,17 +36,20 @@ FLAT = "flat"  # as data.trees: every caption is one phrase
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which towers: an open_clip model by name, or an open_clip model config written out."""
+    """Which towers: a model by name, an open_clip model config written out, or those that the weights come with."""
 
-    name: str | None = None  # an open_clip model, such as ViT-B-16
+    name: str | None = None  # an open_clip model, such as ViT-B-16, or any model as in pretrained
     config: dict[str, Any] | None = None  # instead of a name: open_clip's embed_dim, vision_cfg and text_cfg
-    pretrained: str | None = None  # an open_clip tag or a checkpoint file; null: random weights
+    # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
+    # NAME/TAG, which need no name; null: random weights
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
-        if (self.name is None) == (self.config is None):
-            state = "both are" if self.name else "neither is"
-            raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
+        if self.name is not None and self.config is not None:
+            raise ValueError("give either model.name or model.config (both are set; null unsets one)")
+        if self.name is None and self.config is None and self.pretrained is None:
+            raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,7 @@ class TrainSection:
     sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
     # what stays as it is: image or text, a whole tower, or with :N its embeddings and first N blocks; image:8,text
     freeze: str | None = None
-    layer_decay: PositiveShare = (
-        1.0  # factor of the learning rate from a layer to the one below it, heads at the full rate
-    )
+    layer_decay: PositiveShare = 1.0  # factor of the learning rate from a layer to the one below; heads have it full
     lora: NonNegativeInt = 0  # rank of the adapters that blocks are trained by instead of their weights (LoRA); 0: none
     lora_scale: PositiveFloat = 2.0  # what the adapters' products are multiplied with: LoRA's α over the rank
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
@@ -183,12 +184,19 @@ class Recipe:
         validate(self)
         if self.regions.kind == "segments" and self.data.source == "scenes":
             raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
-        enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
+        alignment = self.alignment
+        enumerates = alignment.aggregation == "exact" and alignment.region_sets
+        enumerates &= alignment.r2t or alignment.divides_by_lengths  # T2R by sums has a closed form
         if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
+            other = "" if alignment.divides_by_lengths else ", or aggregation: nla"
             raise ValueError(
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
-                f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
+                f"{self.regions.count}: at most {MOST_ENUMERATED}{other}"
             )
+
+    def with_towers(self, config: dict[str, Any]) -> Recipe:
+        """The same recipe with its towers written out and no weights: nothing has to be found or read for them."""
+        return replace(self, model=ModelSection(config=config))
 
     @property
     def knows_steps(self) -> bool:
@@ -424,7 +432,7 @@ def _merge(
 
 def _build(values: dict[str, Any], where: str) -> Recipe:
     if "model" not in values:
-        raise UserError(f"{where}: no model; set model.name or model.config")
+        raise UserError(f"{where}: no model; set model.name, model.config or model.pretrained")
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}

@@ -56,6 +56,7 @@ class TrainState:
         }
         adapters = adapter_state(self.encoder)
         return {
+            "model": {"config": self.encoder.config, "preprocess": self.encoder.preprocess},
             "encoder": full_tensors((merged(self.encoder) if adapters else self.encoder).state_dict()),
             "adapters": adapters,  # of train.lora; the encoder's weights have them added
             "objective": self.objective.state_dict(),
