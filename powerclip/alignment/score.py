@@ -108,9 +108,7 @@ def pair_similarities(
     return nodes[members[caption]] @ regions[image].mT, real[caption]
 
 
-def aggregate(
-    q: Tensor, segments: Segments | Rows, config: AlignmentConfig, inverse: Tensor | None = None
-) -> Tensor:
+def aggregate(q: Tensor, segments: Segments | Rows, config: AlignmentConfig, inverse: Tensor | None = None) -> Tensor:
     """S̄ (or Q̄ when exact) [S, B] of the similarities q [T, B, M] of nodes with single regions.
 
     Cosines need the inverse lengths of all sets too, [B, 2^M] or [T, B, 2^M].

@@ -17,6 +17,7 @@ from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
+from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe
@@ -53,9 +54,11 @@ class TrainState:
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
+        adapters = adapter_state(self.encoder)
         return {
             "model": {"config": self.encoder.config, "preprocess": self.encoder.preprocess},
-            "encoder": full_tensors(self.encoder.state_dict()),
+            "encoder": full_tensors((merged(self.encoder) if adapters else self.encoder).state_dict()),
+            "adapters": adapters,  # of train.lora; the encoder's weights have them added
             "objective": self.objective.state_dict(),
             "optimizer": full_tensors(self.optimizer.state_dict()),
             "random": self.ranks.collect(generators),
@@ -64,7 +67,10 @@ class TrainState:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue where `saved`, a snapshot with its step, stopped."""
-        load_module(self.encoder, saved["encoder"])
+        if is_adapted(self.encoder):
+            load_adapted(self.encoder, saved["encoder"], saved["adapters"])
+        else:
+            load_module(self.encoder, saved["encoder"])
         self.objective.load_state_dict(saved["objective"])
         load_optimizer(self.optimizer, saved["optimizer"])
         self.step = saved["step"]
@@ -92,12 +98,13 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     if encoder.clip.logit_bias is not None:
         # Only a sigmoid loss uses it: it gets no gradient here, and DDP would wait for one.
         encoder.clip.logit_bias.requires_grad_(False)
+    prepare(encoder, settings)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()
     unwrapped = make_towers(settings, objective, encoder, device, ranks)
     towers = parallelize(unwrapped, device, ranks, sharded=settings.sharding == "full")
-    optimizer = make_optimizer([encoder, objective], recipe.optim)
+    optimizer = make_optimizer([encoder, objective], recipe.optim, rates(encoder, settings.layer_decay))
     return TrainState(0, device, encoder, objective, optimizer, unwrapped, towers, ranks)
 
 
