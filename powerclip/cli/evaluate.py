@@ -25,7 +25,12 @@ def ground(
         list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
     ],
     model: Annotated[
-        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
@@ -51,7 +56,12 @@ def ground(
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME."
+        ),
+    ],
     paths: Annotated[
         list[Path] | None,
         typer.Argument(

@@ -21,13 +21,14 @@ from powerclip.data.batch import Batch
 from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import DualEncoder, tokenizer_for
+from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.runtime.progress import duration, print_line
 from powerclip.train.communication import FAST, seconds, traffic
 from powerclip.train.inputs import Input, inputs, samples_of
 from powerclip.train.loop import train_step
 from powerclip.train.mfu import operations, peak_flops
-from powerclip.train.recipe import Recipe, steps_of
+from powerclip.train.recipe import ModelSection, Recipe, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
 from powerclip.train.towers import Towers
@@ -74,7 +75,8 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     recipe, length, known = settled(recipe, files)
     # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
     once = replace(recipe.train, accumulate=1)
-    burst_recipe = replace(recipe, model=replace(recipe.model, pretrained=None), train=once)
+    towers = resolve(recipe.model.name, recipe.model.config, recipe.model.pretrained).config
+    burst_recipe = replace(recipe.with_towers(towers), train=once)
     state = start(burst_recipe)
     for head, text in describe_run(recipe, state, length, files):
         say(head, text)
@@ -107,7 +109,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     clip, optim = state.encoder.clip, recipe.optim
     image, total, extra = count(clip.visual), count(state.encoder), count(state.objective)
     rows, columns = state.encoder.grid
-    yield "model", f"{recipe.model.name or 'towers of the recipe'}: {total / 1e6:.1f} M parameters"
+    yield "model", f"{model_name(recipe.model)}: {total / 1e6:.1f} M parameters"
     yield "", f"image tower {image / 1e6:.1f} M, {clip.visual.image_size[0]}² pixels, {rows} × {columns} patches"
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
@@ -123,6 +125,13 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "data", recipe.data.source
     for item in files:
         yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
+
+
+def model_name(model: ModelSection) -> str:
+    """What a recipe calls its towers."""
+    if model.config is not None:
+        return "towers of the recipe"
+    return model.name or f"towers of {model.pretrained}"
 
 
 def describe_cost(
@@ -150,7 +159,7 @@ def describe_cost(
     yield "time", f"{run_time}{step:.3g} s a step, without waiting for data"
     beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
     yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
-    cost, peak = operations(recipe, burst.length), peak_flops(state.device)
+    cost, peak = operations(recipe.with_towers(state.encoder.config), burst.length), peak_flops(state.device)
     rate = recipe.train.batch_size / ranks / step
     share = f", {rate * cost / peak:.1%} of the GPU's bf16 rate" if peak else ""
     yield "", f"{cost / 1e9:.1f} GFLOP a pair, {rate:,.1f} pairs/s for each process{share}"

@@ -158,7 +158,7 @@ class Trainer:
             folder.begin(recipe)
         progress.skip(state.step)
         self.timer = StepTimer(state.step, recipe.train.batch_size)
-        self.mfu = Mfu(recipe, state.device, gpus=ranks.count)
+        self.mfu = Mfu(recipe.with_towers(state.encoder.config), state.device, gpus=ranks.count)
         self.collapse = CollapseDetector()
         self.counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
         self.log: MetricsLog | NullLogger = NullLogger()

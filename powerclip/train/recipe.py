@@ -34,17 +34,20 @@ FLAT = "flat"  # as data.trees: every caption is one phrase
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which towers: an open_clip model by name, or an open_clip model config written out."""
+    """Which towers: a model by name, an open_clip model config written out, or those that the weights come with."""
 
-    name: str | None = None  # an open_clip model, such as ViT-B-16
+    name: str | None = None  # an open_clip model, such as ViT-B-16, or any model as in pretrained
     config: dict[str, Any] | None = None  # instead of a name: open_clip's embed_dim, vision_cfg and text_cfg
-    pretrained: str | None = None  # an open_clip tag or a checkpoint file; null: random weights
+    # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
+    # NAME/TAG, which need no name; null: random weights
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
-        if (self.name is None) == (self.config is None):
-            state = "both are" if self.name else "neither is"
-            raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
+        if self.name is not None and self.config is not None:
+            raise ValueError("give either model.name or model.config (both are set; null unsets one)")
+        if self.name is None and self.config is None and self.pretrained is None:
+            raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,10 @@ class Recipe:
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
                 f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
             )
+
+    def with_towers(self, config: dict[str, Any]) -> Recipe:
+        """The same recipe with its towers written out and no weights: nothing has to be found or read for them."""
+        return replace(self, model=ModelSection(config=config))
 
     @property
     def reads_trees(self) -> bool:
@@ -363,7 +370,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = Tr
 
 def _build(values: dict[str, Any], where: str) -> Recipe:
     if "model" not in values:
-        raise UserError(f"{where}: no model; set model.name or model.config")
+        raise UserError(f"{where}: no model; set model.name, model.config or model.pretrained")
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}

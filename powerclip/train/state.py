@@ -54,6 +54,7 @@ class TrainState:
             "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
         return {
+            "model": {"config": self.encoder.config, "preprocess": self.encoder.preprocess},
             "encoder": full_tensors(self.encoder.state_dict()),
             "objective": self.objective.state_dict(),
             "optimizer": full_tensors(self.optimizer.state_dict()),
