@@ -85,3 +85,48 @@ def export(
             check=CheckOptions(data, images, bound) if check else None,
             overwrite=overwrite,
         )
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip push runs/quickstart/seed-0/powerclip my-name/quickstart-clip --dry-run\n"
+    "  powerclip push my/model my-org/my-model --private\n"
+    "  powerclip push my/model my-org/my-model --onnx fp32 --onnx int8 --data val.csv --yes"
+)
+def push(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a run, or an open_clip model name.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository on the hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Only you and your organisation can see it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
+    onnx: Annotated[
+        list[Precision] | None,
+        typer.Option("--onnx", help="Precision of the ONNX graphs; may be repeated. [default: fp32]"),
+    ] = None,
+    no_onnx: Annotated[bool, typer.Option("--no-onnx", help="Leave the ONNX graphs out.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Images with captions to measure parity on. [default: embedded scenes]"),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before sending.")] = False,
+) -> None:
+    """Upload a model to the Hugging Face hub, with its model card.
+
+    As open_clip reads it, as transformers' CLIPModel where it can be one, and as ONNX graphs. What would be sent is
+    shown first, and you are asked. `powerclip.load("hf-hub:ORG/NAME")` reads it back.
+    """
+    check_one_process("push")
+    import sys
+
+    from powerclip.errors import UserError
+
+    if onnx and no_onnx:
+        raise UserError("--onnx and --no-onnx contradict each other: give one")
+    if not (yes or dry_run or sys.stdin.isatty()):
+        raise UserError("there is no terminal to ask on: --yes sends without asking, --dry-run shows what would be sent")
+    with interruptible("nothing was sent"):
+        from powerclip.export.folder import CheckOptions
+        from powerclip.export.push import PushOptions, push_model
+
+        precisions = [] if no_onnx else [one.value for one in dict.fromkeys(onnx or [Precision.fp32])]
+        options = PushOptions(private, dry_run, precisions, check=CheckOptions(data))
+        push_model(model, repo, options, confirm=lambda: yes or typer.confirm("send this?"))
