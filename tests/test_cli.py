@@ -22,6 +22,7 @@ TINY = [
     "text_cfg: {context_length: 40, width: 8, heads: 1, layers: 1}}",
     "regions.count=3",
     "train.steps=3",
+    "optim.warmup=0",
     "train.batch_size=4",
     "train.device=cpu",
     "train.evaluate_every=2",
