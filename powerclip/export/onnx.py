@@ -107,20 +107,24 @@ def _write_quantized(tower: TowerToTrace, path: Path) -> None:
     """Weights as int8, activations quantized while the graph runs."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    whole = path.with_name(f"{path.stem}.whole.onnx")
-    try:
+    written = path.with_name(file_name(tower.name, "fp32", ".onnx"))
+    whole = written if written.exists() else path.with_name(f"{tower.name}.whole.onnx")
+    if whole != written:
         _write_graph(tower, whole)
+    large = whole.with_name(f"{whole.name}.data").exists()
+    try:
         with _only_errors(logging.getLogger()):  # it advises a preparation that the exporter has done already
             quantize_dynamic(
                 whole,
                 path,
                 op_types_to_quantize=QUANTIZED,
                 weight_type=QuantType.QInt8,
-                use_external_data_format=whole.with_name(f"{whole.name}.data").exists(),
+                use_external_data_format=large,
             )
     finally:
-        for leftover in path.parent.glob(f"{whole.name}*"):
-            leftover.unlink()
+        if whole != written:
+            for leftover in path.parent.glob(f"{whole.name}*"):
+                leftover.unlink()
 
 
 @contextlib.contextmanager

@@ -23,13 +23,7 @@ def write_pt2(model: DualEncoder, folder: Path, *, dense: bool, precision: Preci
         raise UserError("--to pt2 has no int8: choose --precision fp32 or fp16, or --to onnx")
     for tower in towers_to_trace(model, dense=dense, half=precision == "fp16"):
         with tracing():
-            program = torch.export.export(
-                tower.module,
-                (tower.example,),
-                dynamic_shapes=(tower.dynamic,),
-                # At the full length the causal mask needs no slice, which torch takes for a special case.
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+            program = torch.export.export(tower.module, (tower.example,), dynamic_shapes=(tower.dynamic,))
         # By way of memory: torch's own writer meets a full disk with a RuntimeError that does not say so.
         content = io.BytesIO()
         torch.export.save(program, content)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from powerclip.encoders import DualEncoder
+from powerclip.encoders.text import text_tower
 
 Precision = Literal["fp32", "fp16", "int8"]
 TowerName = Literal["vision_model", "text_model"]
@@ -105,6 +106,12 @@ def _only(model: DualEncoder, name: TowerName) -> DualEncoder:
         for parameter in [parameter for parameter, _ in model.clip.named_parameters(recurse=False)]:
             if parameter != "logit_scale":
                 setattr(model.clip, parameter, None)
+        return model
+    tower = text_tower(model.clip)
+    if tower.attn_mask is not None:
+        # At the full length the mask would need no slice, which torch.export takes for a case of its own and forbids. One
+        # more row and column, which no caption is long enough to read, and every length is a slice.
+        tower.attn_mask = F.pad(tower.attn_mask, (0, 1, 0, 1))
     return model
 
 
