@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import MOST_ENUMERATED
 from powerclip.data.tokens import Nodes
-from powerclip.errors import UserError, nearest
+from powerclip.errors import UserError
+from powerclip.runtime.shipped import find_yaml, shipped_yaml
 from powerclip.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -261,30 +262,12 @@ def steps_of(epochs: float, steps_per_epoch: int) -> int:
 
 def find_recipe(name: str | Path) -> Path:
     """A recipe's file: the path as given, else a recipe that ships with the package (`quickstart/clip`)."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise UserError(f"recipe {path} is a folder; name a .yaml file in it")
-    shipped = shipped_recipes()
-    # `recipes/quickstart/clip.yaml` is how the repository spells it; it should work from anywhere.
-    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
-    key = Path(*parts).with_suffix("").as_posix() if parts else ""
-    if key in shipped:
-        return shipped[key]
-    hint = nearest(key, list(shipped)) or (f"; shipped: {', '.join(shipped)}" if shipped else "")
-    raise UserError(f"no recipe file {path}{hint}")
+    return find_yaml(name, "recipes")
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of the recipes that come with the package."""
-    package = Path(__file__).resolve().parents[1]
-    folder = package / "recipes"
-    if not folder.is_dir():  # an editable install: the repository keeps them beside the package
-        folder = package.parent / "recipes"
-        if not (package.parent / "pyproject.toml").is_file():
-            return {}
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+    return shipped_yaml("recipes")
 
 
 def _layers(path: Path) -> list[tuple[Path, dict[str, Any]]]:
