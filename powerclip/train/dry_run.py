@@ -27,6 +27,7 @@ from powerclip.train.communication import FAST, seconds, traffic
 from powerclip.train.inputs import Input, inputs, samples_of
 from powerclip.train.loop import train_step
 from powerclip.train.mfu import operations, peak_flops
+from powerclip.train.parallel import shard_count
 from powerclip.train.recipe import Recipe, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
@@ -129,7 +130,7 @@ def describe_cost(
     recipe: Recipe, state: TrainState, burst: Burst, ranks: int, pairs: int, steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Memory and time, as lines: what was measured and what follows from it."""
-    shards = ranks if recipe.train.sharding == "full" else 1
+    shards = shard_count(recipe.train, ranks)
     state_gib = trained(state) * STATE_BYTES / shards / GIB
     parts = f"{state_gib:.1f} weights, gradients and AdamW's moments"
     if burst.peak_bytes is not None:

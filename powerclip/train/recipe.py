@@ -120,10 +120,16 @@ class TrainSection:
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
     accumulate: PositiveInt = 1  # parts in which a rank's share of a batch passes the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
-    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
+    # FSDP: weights and optimiser sharded over all ranks, or over groups of ranks that hold one copy each
+    sharding: Literal["none", "full", "hybrid"] = "none"
+    shard_ranks: PositiveInt | None = None  # ranks of a group of sharding: hybrid; null: those of one machine
+    mixed_precision_param: Literal["float32", "bf16"] = "float32"  # sharded weights as they are gathered and compute
+    mixed_precision_reduce: Literal["float32", "bf16"] = "float32"  # gradients of sharded weights as they are summed
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
     checkpoint_every: NonNegativeInt = 100  # steps between checkpoints; 0: none by their count
     checkpoint_minutes: PositiveFloat | None = None  # a checkpoint is also written when the last one is this old
+    # whole: one file, gathered on one rank, written in the background; sharded: a folder, each rank writes its part
+    checkpoint_format: Literal["whole", "sharded"] = "whole"
     keep: PositiveInt = 2  # checkpoints that are kept, the newest
     max_skipped: NonNegativeInt = 10  # updates in a row that may be left out because something is not finite
     evaluate_every: NonNegativeInt = 0  # steps between evaluations; 0: only at the end
@@ -132,6 +138,15 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        unsharded = [
+            f"train.{name}"
+            for name in ("mixed_precision_param", "mixed_precision_reduce")
+            if self.sharding == "none" and getattr(self, name) != "float32"
+        ]
+        if unsharded:
+            raise ValueError(f"{unsharded[0]} is for sharded weights: set train.sharding to full or hybrid as well")
+        if self.shard_ranks is not None and self.sharding != "hybrid":
+            raise ValueError("train.shard_ranks is the size of a group of train.sharding: hybrid, which is not set")
 
 
 @dataclass(frozen=True)
@@ -203,7 +218,9 @@ FREE_ON_RESUME = frozenset(
         "train.save_model",
         "train.accumulate",
         "train.checkpoint_activations",
+        "train.checkpoint_format",
         "train.sharding",
+        "train.shard_ranks",
         "evaluation.retrieval",
         "evaluation.composition",
         "evaluation.scenes",

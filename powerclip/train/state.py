@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe
+from powerclip.train.sharded_checkpoint import load_parts
 from powerclip.train.towers import Towers, make_towers
 
 
@@ -44,8 +46,11 @@ class TrainState:
             trained += [p for p in self.encoder.parameters() if p.requires_grad and not is_sharded(p)]
         return trained
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must call it."""
+    def snapshot(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must call it.
+
+        A `sharded` one leaves out what `sharded_checkpoint` writes rank by rank: the encoder, and AdamW's moments.
+        """
         cuda = self.device.type == "cuda"
         # No step draws from these: they are saved for custom objectives, which may.
         generators = {
@@ -53,19 +58,22 @@ class TrainState:
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
+        parts = {"encoder": self.encoder.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {
-            "encoder": full_tensors(self.encoder.state_dict()),
+            **({} if sharded else full_tensors(parts)),
             "objective": self.objective.state_dict(),
-            "optimizer": full_tensors(self.optimizer.state_dict()),
             "random": self.ranks.collect(generators),
             "draws": DRAWS_VERSION,
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue where `saved`, a snapshot with its step, stopped."""
-        load_module(self.encoder, saved["encoder"])
+    def restore(self, saved: Mapping[str, Any], parts: Path | None = None) -> None:
+        """Continue where `saved`, a snapshot with its step, stopped; `parts` is the folder of a sharded one."""
+        if parts is None:
+            load_module(self.encoder, saved["encoder"])
+            load_optimizer(self.optimizer, saved["optimizer"])
+        else:
+            load_parts(parts, self.encoder, self.optimizer, self.ranks)
         self.objective.load_state_dict(saved["objective"])
-        load_optimizer(self.optimizer, saved["optimizer"])
         self.step = saved["step"]
         if len(saved["random"]) != self.ranks.count:
             return
@@ -95,7 +103,7 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     objective.attach(encoder)
     objective.to(device).train()
     unwrapped = make_towers(settings, objective, encoder, device, ranks)
-    towers = parallelize(unwrapped, device, ranks, sharded=settings.sharding == "full")
+    towers = parallelize(unwrapped, device, ranks, settings)
     optimizer = make_optimizer([encoder, objective], recipe.optim)
     return TrainState(0, device, encoder, objective, optimizer, unwrapped, towers, ranks)
 
