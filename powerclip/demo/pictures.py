@@ -169,10 +169,7 @@ def decode_upload(content: bytes) -> Image.Image:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             # The header says how many pixels a file will unfold to, before any is decoded.
             if image.width * image.height > MOST_PIXELS:
-                raise UserError(
-                    f"this picture has {image.width:,} × {image.height:,} pixels: at most "
-                    f"{MOST_PIXELS / 1e6:.0f} million are accepted"
-                )
+                raise UserError(f"this picture has more than {MOST_PIXELS / 1e6:.0f} million pixels")
             image.draft("RGB", (LONGEST, LONGEST))
             # Upright, as browsers show it.
             upright = to_rgb(ImageOps.exif_transpose(image))
@@ -180,6 +177,8 @@ def decode_upload(content: bytes) -> Image.Image:
             return upright
     except UserError:
         raise
+    except Image.DecompressionBombError:
+        raise UserError(f"this picture has more than {MOST_PIXELS / 1e6:.0f} million pixels") from None
     except Exception:  # a broken or hostile file makes readers raise almost anything
         raise UserError("this file is not a picture that can be read: choose a JPEG, PNG, WebP, GIF or BMP") from None
 

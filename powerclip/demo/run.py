@@ -67,17 +67,24 @@ def make_engine(options: DemoOptions) -> Engine:
     return Engine(loaded, pictures, options.mobile_sam)
 
 
+def needs_server() -> None:
+    """UserError when the extra is not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("the page needs a server: pip install 'powerclip[demo]'") from None
+
+
 def serve(options: DemoOptions) -> None:
     """Serve the page until Ctrl-C.
 
     Raises:
         UserError: the extra is not installed, the port is taken, a model or a folder is not there.
     """
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError:
-        raise UserError("the page needs a server: pip install 'powerclip[demo]'") from None
+    needs_server()
+    import uvicorn
+
     from powerclip.demo.server import make_app
 
     bound = bind(options.host, options.port)

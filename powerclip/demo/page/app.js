@@ -62,7 +62,9 @@
       const found = await PC.backend.ground(question);
       answer = { ...found, question, captions: captions.map((caption, at) => found.captions[Math.min(at, found.captions.length - 1)]) };
       image = shown;
-      if (state.phrase !== "" && Number(state.phrase) >= answer.captions[0][0].phrases.length) state.phrase = "";
+      if (state.phrase === "first") state.phrase = firstPhrase(answer.captions[0][0].phrases);
+      if (state.phrase !== "" && !answer.captions[0][0].phrases[Number(state.phrase)]) state.phrase = "";
+      PC.state.write();
       PC.say("");
       render();
       document.body.dataset.answered = JSON.stringify(question); // for tests: what is shown now
@@ -70,6 +72,12 @@
       if (!(error instanceof PC.backend.Problem)) throw error;
       PC.say(error.message, true);
     }
+  }
+
+  // What a new example shows at once: the first phrase of several words that holds no other.
+  function firstPhrase(phrases) {
+    const found = phrases.findIndex(({ text }, number) => text.includes(" ") && !phrases.some(({ parent }) => parent === number));
+    return String(Math.max(0, found));
   }
 
   const images = new Map();
@@ -229,7 +237,7 @@
     const [first, second] = answer.captions;
     const head = element("tr", {}, element("th", {}, "phrase"), element("th", {}, "becomes"));
     for (const model of first) {
-      head.append(element("th", { class: "value" }, `${model.model}: score`), element("th", { class: "value" }, "peak moves by"));
+      head.append(element("th", { class: "value" }, `${model.model}: score`), element("th", { class: "value", title: "how far the brightest patch moves, in % of the picture's side" }, "peak moves"));
     }
     const rows = first[0].phrases.map((phrase, number) => {
       const other = PC.tree.match(first[0].phrases, second[0].phrases, number);
@@ -244,7 +252,7 @@
         const here = PC.draw.peak(from.heatmap), there = PC.draw.peak(to.heatmap);
         const distance = Math.hypot(here.x - there.x, here.y - there.y);
         row.append(element("td", { class: "value" }, `${from.score.toFixed(2)} → ${to.score.toFixed(2)}`),
-          element("td", { class: "value" }, distance < 0.01 ? "stays" : `${Math.round(100 * distance)} % of the side`));
+          element("td", { class: "value" }, distance < 0.01 ? "stays" : `${Math.round(100 * distance)} %`));
       });
       return row;
     });
@@ -336,7 +344,7 @@
     // An example brings its caption, unless the visitor has written one.
     const examples = about.pictures.flatMap(({ caption, second }) => [caption, second]);
     if (picture.caption && (examples.includes(state.caption) || !state.caption.trim())) {
-      Object.assign(values, { caption: picture.caption, phrase: "1" });
+      Object.assign(values, { caption: picture.caption, phrase: "first" });
       if (state.second.trim()) values.second = picture.second;
     }
     Object.assign(state, values);
@@ -409,7 +417,7 @@
     PC.state.read();
     if (!state.picture) {
       Object.assign(state, { picture: about.pictures[0].id });
-      if (!state.caption) Object.assign(state, { caption: about.pictures.find(({ caption }) => caption)?.caption || "", phrase: "1" });
+      if (!state.caption) Object.assign(state, { caption: about.pictures.find(({ caption }) => caption)?.caption || "", phrase: "first" });
     }
     fill();
     renderPictures();
