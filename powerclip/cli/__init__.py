@@ -1,4 +1,5 @@
-"""The command line: `powerclip annotate · index · train · compare · quickstart · ground · evaluate · tables · analyse`.
+"""The command line: `powerclip annotate · index · train · compare · quickstart · ground · evaluate · tables · analyse ·
+models`.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -17,6 +18,7 @@ from powerclip import __version__
 from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
 from powerclip.cli import evaluate as evaluation
+from powerclip.cli import models as catalogue
 from powerclip.cli import train as training
 from powerclip.cli.process import is_other_rank
 from powerclip.errors import UserError
@@ -85,7 +87,7 @@ def options(
     """Options before the command."""
 
 
-for subject in (annotation, training, evaluation, analyses):
+for subject in (annotation, training, evaluation, analyses, catalogue):
     app.add_typer(subject.app)
 
 
