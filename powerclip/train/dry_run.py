@@ -75,9 +75,10 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     recipe, length, known = settled(recipe, files)
     # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
     once = replace(recipe.train, accumulate=1)
-    towers = resolve(recipe.model.name, recipe.model.config, recipe.model.pretrained).config
-    burst_recipe = replace(recipe.with_towers(towers), train=once)
+    blueprint = resolve(recipe.model.name, recipe.model.config, recipe.model.pretrained)
+    burst_recipe = replace(recipe.with_towers(blueprint.config), train=once)
     state = start(burst_recipe)
+    state.encoder.directory = blueprint.directory
     for head, text in describe_run(recipe, state, length, files):
         say(head, text)
     if not quiet:
@@ -196,7 +197,7 @@ def describe_cost(
 def describe_messages(recipe: Recipe, state: TrainState, ranks: int) -> Iterator[tuple[str, str]]:
     """What the ranks send each other, estimated, as lines."""
     nodes = TYPICAL_NODES if recipe.objective == "powerclip" else 0.0
-    width = state.encoder.clip.visual.output_dim
+    width = state.encoder.embed_dim
     sent = traffic(ranks, recipe.train.batch_size, width, trained_parameters(state), nodes)
     parts = f"{sent.gradients / 2**20:,.0f} gradients, {sent.exposed / 2**20:,.0f} for the loss"
     yield "messages", f"{sent.total / 2**20:,.0f} MiB a step from each of {ranks} ranks: {parts}"
