@@ -21,13 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
+from powerclip.data.columns import Columns
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
-from powerclip.evaluate.tasks import Grounding, Scored, Task
+from powerclip.evaluate.tasks import CaptionRetrieval, Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, print_line
@@ -69,6 +70,7 @@ def evaluate_model(
     cache: bool = True,
     again: bool = False,
     quiet: bool = False,
+    columns: Columns | None = None,
 ) -> Evaluated:
     """Load the model and evaluate it on what is named: paths, boxes of `pointing`, phrases of `grounding`, a suite.
 
@@ -80,7 +82,7 @@ def evaluate_model(
     with join_ranks(device) as ranks:
         # Cheap checks come first, before the model is loaded.
         of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
-        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, suite))
+        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, suite, columns))
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
 
@@ -107,13 +109,15 @@ def jobs_for_paths(
     pointing: Sequence[Path] = (),
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
+    columns: Columns | None = None,
 ) -> list[Job]:
     """One job for each path of the user's own data, named after it.
 
-    `pointing` are files of boxes, `grounding` those of captions' phrases, whose images are in `images`.
+    `pointing` are files of boxes, `grounding` those of captions' phrases, whose images are in `images`; `columns` are
+    those of tables.
     """
     jobs: list[Job] = []
-    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_path) for path in paths]
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, partial(read_path, columns=columns)) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
     # A user's own data never pass for a dataset of the paper.
@@ -233,6 +237,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     if is_grounding and (without := counts["phrases"] - counts["phrases with sets"]):
         notes.append(f"no sets for {without:,} phrases of images with one box or more than {Grounding.most_regions}")
+    notes += [records[0]["powerclip"]["note"]] if "note" in records[0]["powerclip"] else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -288,6 +293,7 @@ def _own_jobs(
     grounding: Sequence[Path],
     images: Sequence[Path],
     suite: str | None,
+    columns: Columns | None = None,
 ) -> list[Job]:
     """The jobs of the user's own data; there may be none beside a suite."""
     if suite is None and not paths and not pointing and not grounding:
@@ -304,7 +310,7 @@ def _own_jobs(
         for path in files:
             if not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-    return jobs_for_paths(paths, pointing, grounding, images)
+    return jobs_for_paths(paths, pointing, grounding, images, columns)
 
 
 def _suite_jobs(suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
@@ -341,6 +347,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         "weights": embedder.digest.hex(),
         "data": job.where,
     }
+    if isinstance(task, CaptionRetrieval) and task.note:
+        about["note"] = task.note
     return [
         {
             "dataset": f"{job.name}/{part}" if part else job.name,
