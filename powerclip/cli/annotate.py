@@ -1,4 +1,4 @@
-"""`powerclip annotate trees · regions · status` and `powerclip index`."""
+"""`powerclip annotate trees · regions · status`, `powerclip index` and `powerclip pack`."""
 
 from __future__ import annotations
 
@@ -200,3 +200,38 @@ def index(
         print(shard_set.summary())
         for what, damaged in shard_set.damage.items():
             print(f"{what}: {', '.join(map(str, damaged[:5]))}{' …' * (len(damaged) > 5)}")
+
+
+@app.command(
+    epilog="\b\nExamples:\n  powerclip pack captions.csv -o shards\n"
+    "  powerclip pack photos/ -o shards --images 10000     # a folder of NAME.jpg and NAME.txt\n"
+    "  powerclip pack data.parquet -o shards --image-column file --caption-column title --caption-column alt"
+)
+def pack(
+    table: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="A .csv, .tsv, .jsonl or .parquet file, or a folder of images.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the shards.")],
+    image_column: ImageColumnOption = "",
+    caption_column: CaptionColumnOption = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="How many go into a shard.")] = 1000,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Write a table's images and captions into indexed webdataset shards.
+
+    Training reads tables as they are; shards are for file systems that dislike small files, for buckets and for other
+    tools. Rows without a readable image are left out and named in NNNNN.skipped.tsv. The same command goes on where it
+    stopped.
+    """
+    from powerclip.data.pack import pack_table
+    from powerclip.data.table import is_table
+    from powerclip.errors import UserError
+
+    if not table.exists() or not is_table(table):
+        raise UserError(f"TABLE: {table} is no table (.csv, .tsv, .jsonl, .parquet, or NAME.jpg and NAME.txt)")
+    with interruptible("shards that are finished are kept; the same command goes on with the rest"):
+        columns = table_columns(image_column, caption_column)
+        read, packed = pack_table(table, output, columns, images=images, quiet=quiet)
+    if not quiet:
+        print(f"{table}: {read.summary()}")
+        print(f"{output}: {packed.summary()}")
