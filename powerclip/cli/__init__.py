@@ -1,4 +1,4 @@
-"""The command line: `powerclip annotate · index · pack · train · compare · quickstart · ground · evaluate · tables · …`.
+"""The command line: `powerclip annotate · index · pack · train · compare · quickstart · ground · evaluate · …`.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
