@@ -78,6 +78,13 @@ def test_missing_sidecars_and_packages_are_found(tmp_path, mini_corpus, monkeypa
     assert f"trees: {mini_corpus}/trees.tsv" in said(tiny(tmp_path, *trees), tmp_path / "run")
 
 
+def test_missing_weights_are_found_and_what_is_trained_is_told(tmp_path):
+    recipe = tiny(tmp_path, f"model.pretrained={tmp_path}/nowhere.safetensors", "train.freeze=image", "train.lora=2")
+    text = said(recipe, tmp_path / "run")
+    assert f"model.pretrained: MISSING: the model config: no weights file {tmp_path}/nowhere.safetensors" in text
+    assert "of them (freeze image, LoRA of rank 2)" in text
+
+
 def test_what_the_folder_holds_is_told(tmp_path):
     recipe = tiny(tmp_path, "train.steps=2")
     train(recipe, tmp_path / "run", quiet=True)
