@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from powerclip.data.columns import Columns
 from powerclip.data.shards import expand_shards, iter_names
+from powerclip.data.table import is_table
+from powerclip.data.table_parts import open_tables
 from powerclip.errors import UserError
 
 
-def list_shards(arguments: Iterable[str]) -> list[str]:
-    """The tars that a command's arguments name, in order, each once.
+def list_shards(arguments: Iterable[str], columns: Columns | None = None) -> list[str]:
+    """The tars that a command's arguments name, and the parts of tables, in order, each once.
 
     Understood: a path, a folder (all its tars), a pattern (`train-*.tar`), braces (`{00000..01242}.tar`), `@list.txt`,
     a file with one of these a line, and URLs with patterns and braces (`s3://bucket/{00000..00009}.tar`). What is
-    spelled out need not be there: a missing tar is counted when its turn comes.
+    spelled out need not be there: a missing tar is counted when its turn comes. Tables are files (`captions.csv`) or
+    folders of images with their texts; `columns` says which of their columns are read.
 
     Raises:
         UserError: a list cannot be read, or nothing matches.
@@ -27,7 +31,7 @@ def list_shards(arguments: Iterable[str]) -> list[str]:
     shards: dict[str, None] = {}
     for argument in arguments:
         for line in iter_names(argument, "SHARDS"):
-            shards.update(dict.fromkeys(_expand(line)))
+            shards.update(dict.fromkeys(_expand(line, columns)))
     if not shards:
         raise UserError("no shard is named: give tars, a folder of them, or @list.txt")
     return list(shards)
@@ -93,8 +97,11 @@ def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
         shard_of[name] = shard
 
 
-def _expand(line: str) -> list[str]:
+def _expand(line: str, columns: Columns | None) -> list[str]:
     if not is_url(line):
+        local = Path(line)
+        if local.exists() and is_table(local) and not (local.is_dir() and any(local.glob("*.tar"))):
+            return [str(part) for part in open_tables([local], columns).paths]
         if os.path.isdir(line):
             line = os.path.join(line, "*.tar")
         return [str(path) for path in expand_shards(line, "SHARDS")]

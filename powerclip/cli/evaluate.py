@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from powerclip.cli.process import interruptible
+from powerclip.cli.process import interruptible, table_columns
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -52,6 +52,7 @@ def ground(
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip evaluate photos/ captions.csv --model runs/quickstart/seed-0/powerclip/model\n"
+    "  powerclip evaluate captions.csv --image-column photo --caption-column title --model my/model\n"
     "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
     "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
@@ -70,7 +71,7 @@ def evaluate(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATH…", help="Your own data: class folders, .csv of captions, .json of hard negatives, tars."
+            metavar="PATH…", help="Your own data: class folders, tables of captions, .json of hard negatives, tars."
         ),
     ] = None,
     pretrained: Annotated[
@@ -106,6 +107,12 @@ def evaluate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not cache embeddings.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite again.")] = False,
+    image_column: Annotated[
+        str, typer.Option("--image-column", help="Of a table: the column that holds images. [default: by its head]")
+    ] = "",
+    caption_column: Annotated[
+        list[str] | None, typer.Option("--caption-column", help="Of a table: one that holds captions; may be repeated.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Measure a model on your own data or on the paper's benchmarks.
@@ -132,6 +139,7 @@ def evaluate(
             cache=not no_cache,
             again=again,
             quiet=quiet,
+            columns=table_columns(image_column, caption_column),
         )
 
 

@@ -43,6 +43,7 @@ class ShardOptions:
     """What a loader of shards reads beside images and captions, and which faults it tolerates."""
 
     sidecars: Path | None = None  # where the sidecars lie; None: beside the tars
+    tree_folder: Path | None = None  # where those of trees lie, when not with the others
     trees: bool = True  # read the trees of captions; without, every caption is one phrase
     segments: bool = False  # regions are stored masks, topped up with random boxes; without, random boxes
     window: int = 8  # how many shards are shuffled together
@@ -80,7 +81,14 @@ class ShardLoader(BatchLoader):
         self.shards, self.options = shards, options
         # A batch may hold samples of two windows.
         keep = 2 * options.window
-        reader = ShardReader(shards, options.sidecars, trees=options.trees, regions=options.segments, keep=keep)
+        reader = ShardReader(
+            shards,
+            options.sidecars,
+            tree_folder=options.tree_folder,
+            trees=options.trees,
+            regions=options.segments,
+            keep=keep,
+        )
         self.maker = BatchMaker(
             StreamOrder(shards.counts, spec.seed, options.window),
             SampleMaker(reader, tokenizer, spec),

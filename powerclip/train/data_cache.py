@@ -8,17 +8,20 @@ from typing import Any, TypeVar
 
 import torch
 
+from powerclip.data.columns import Columns
 from powerclip.data.corpus import Corpus, TreeSidecars, read_corpus
 from powerclip.data.corpus_loader import PackedCorpus, pack_corpus
 from powerclip.data.masks import CorpusMasks, read_masks
 from powerclip.data.paths import expand_pattern
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
+from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.evaluate.embedder import PixelStore
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.inputs import sidecar_folder
+from powerclip.train.inputs import sidecar_folder, table_paths
 from powerclip.train.recipe import DataSection
+from powerclip.train.trees import TreeFolder, prepare_trees
 
 T = TypeVar("T")
 
@@ -78,6 +81,31 @@ class DataCache:
             return shard_set
 
         return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
+
+    def tables(self, data: DataSection) -> TableSet:
+        """The tables of a recipe's data section, read and dealt into parts."""
+        assert data.table is not None  # DataSection checks it
+        source = data.table
+        paths = tuple(table_paths(source, "data.table"))
+        columns = Columns.named(data.image, data.captions)
+
+        def read() -> TableSet:
+            tables = open_tables(paths, columns, strict=data.strict, max_bad=data.max_bad)
+            self._report(source, tables.summary())
+            return tables
+
+        return self._once(("tables", paths, columns, data.strict, data.max_bad), read)
+
+    def trees(self, shards: Sequence[str], data: DataSection, ranks: Ranks = SINGLE) -> TreeFolder:
+        """The trees of shards or tables: those that are there, and those that the parser makes now."""
+        folder, columns = sidecar_folder(data), Columns.named(data.image, data.captions)
+
+        def find() -> TreeFolder:
+            trees = prepare_trees(shards, folder, columns, ranks, progress=self._say is not None)
+            self._report(str(data.table or data.shards), trees.note)
+            return trees
+
+        return self._once(("trees", tuple(shards), folder, columns), find)
 
     def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
         """A corpus of this cache, packed for batches."""

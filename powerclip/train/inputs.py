@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from powerclip.data.columns import Columns
 from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.shards import expand_shards
+from powerclip.data.table import TABLE_SUFFIXES, is_table
+from powerclip.data.table_parts import open_tables
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import FLAT, DataSection, Recipe
+from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
 
 # Up to so many tars without an index are read to count their samples; with more, the count stays unknown.
 FEW = 64
@@ -32,12 +35,15 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
     data, evaluation = recipe.data, recipe.evaluation
     if data.source == "corpus":
         yield from _find("data.shards", data.shards, _pattern)
-        if data.trees != FLAT:
+        if data.trees not in (FLAT, SIDECARS):
             yield from _find("data.trees", data.trees, _file)
         if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
             yield from _find("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
         yield from _find("data.shards", data.shards, _shards)
+        yield from _find("data.sidecars", data.sidecars, _folder)
+    elif data.source == "table":
+        yield from _find("data.table", data.table, _table)
         yield from _find("data.sidecars", data.sidecars, _folder)
     yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
     yield from _find("evaluation.composition", evaluation.composition, _folder)
@@ -64,6 +70,10 @@ def samples_of(recipe: Recipe, files: list[Input]) -> int | None:
     """Pairs in an epoch, as the recipe says or as they were counted; None when neither is known."""
     if recipe.data.samples is not None:
         return recipe.data.samples
+    if recipe.data.source == "table" and not any(item.problem for item in files if item.setting == "data.table"):
+        assert recipe.data.table is not None  # DataSection checks it
+        columns = Columns.named(recipe.data.image, recipe.data.captions)
+        return open_tables(table_paths(recipe.data.table, "data.table"), columns).samples
     return next((count_samples(item.paths) for item in files if item.setting == "data.shards" and item.paths), None)
 
 
@@ -90,6 +100,21 @@ def _shards(value: str, setting: str) -> Input:
     return replace(item, summary=f"{item.summary}, {missing:,} more are not there") if missing else item
 
 
+def _table(value: str, setting: str) -> Input:
+    paths = table_paths(value, setting)
+    return Input(setting, ", ".join(map(str, paths[:3])) + " …" * (len(paths) > 3))
+
+
+def table_paths(value: str, setting: str) -> list[Path]:
+    """The tables that a setting names; UserError when one is none."""
+    paths = expand_pattern(value, setting)
+    for path in paths:
+        if not is_table(path):
+            kinds = ", ".join(TABLE_SUFFIXES)
+            raise UserError(f"{setting}: {path} is no table ({kinds}, or a folder with NAME.jpg and NAME.txt)")
+    return paths
+
+
 def _files(paths: list[Path], setting: str) -> Input:
     size = sum(path.stat().st_size for path in paths)
     text = f"{len(paths):,} file{'s' * (len(paths) != 1)}, {size / 2**30:.2f} GiB"
@@ -113,7 +138,8 @@ def existing_file(value: str, setting: str) -> Path:
     path = expand_path(value, setting)
     if not path.is_file():
         raise UserError(
-            f"{setting}: no file {path}; null reads the sidecars of the shards, {FLAT} trains with one phrase a caption"
+            f"{setting}: no file {path}; null reads the sidecars or parses the captions, {FLAT} trains with one phrase "
+            "a caption"
         )
     return path
 
