@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--objectives", default="clip,powerclip")
+    parser.add_argument("--cache", type=Path, help="a file that keeps the locked tower's tokens for the next call")
     parser.add_argument("--name", default="pretrained-cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
                 if not isinstance(loader, CorpusLoader):
                     raise UserError("captions10k is a corpus")
                 if cache is None and not begin.scratch:
-                    cache = embed_all(state.encoder, loader, recipe)
+                    cache = embed_all(state.encoder, loader, recipe, options.cache)
                 runs.append(train(begin, recipe, state, loader, cache))
                 print(runs[-1], flush=True)
     data = {"runs": [asdict(one) for one in runs], "steps": options.steps, "batch": options.batch}
@@ -155,8 +156,10 @@ def image_tokens(encoder: DualEncoder, images: Tensor) -> Tensor:
         return visual.transformer(visual.ln_pre(torch.cat(embed_image(visual, images), 1))).to(BF16)
 
 
-def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe) -> Cache:
+def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe, file: Path | None) -> Cache:
     """The tokens of all training and test images."""
+    if file is not None and file.exists():
+        return Cache(**torch.load(file, weights_only=True))
     began, keys = time.process_time(), loader.corpus.keys
     whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
     images = {}
@@ -171,6 +174,8 @@ def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe) -> Cac
     print(
         f"embedded {len(images):,} + {len(test):,} images in {time.process_time() - began:.0f} CPU seconds", flush=True
     )
+    if file is not None:
+        torch.save({"images": images, "test": test}, file)
     return Cache(images, test)
 
 
