@@ -134,10 +134,11 @@ def jobs_for_paths(
     return jobs
 
 
-def _read_path(path: Path, images: Sequence[Path], columns: Columns | None) -> Task:
+def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:
     """The benchmark at a path; hard negatives find their images in `images`, where these are named."""
-    negatives = images and path.suffix.lower() == ".json"
-    return read_negatives(path, images) if negatives else read_path(path, columns=columns)
+    if images and path.suffix.lower() == ".json":
+        return read_negatives(path, images)
+    return read_path(path, columns=columns)
 
 
 def _names(path: Path) -> Iterator[str]:

@@ -212,12 +212,18 @@ def _annotation(name: str, find: Callable[[], str]) -> Input:
 
 
 def _tree_source(recipe: Recipe, shards: Sequence[Path]) -> str:
+    """Where `make_loader` would find the trees; nothing is parsed here."""
     data = recipe.data
     if data.source == "scenes":
         return "the scenes' own"
-    if data.source == "corpus" or data.trees == FLAT:
-        return corpus_trees(recipe, shards)[1].removeprefix("trees of ")
-    _check_sidecars(shards, "trees", data)
+    if data.trees == FLAT:
+        return f"every caption is one phrase (data.trees: {FLAT})"
+    if data.trees == SIDECARS:
+        _check_sidecars(shards, "trees", data)
+    elif data.trees is not None:
+        return str(existing_file(data.trees, "data.trees"))
+    if data.source == "table" or not find_sidecars(shards, "trees", sidecar_folder(data)):
+        return "sidecars where there are some, the embedded parser for the rest"
     return _sidecars_found(shards, "trees", data)
 
 
