@@ -85,7 +85,9 @@ def main() -> None:
             for precision in PRECISIONS[form]:
                 if form == "hf" and precision != "fp32":
                     continue  # the same weights, stored shorter; transformers computes in the dtype it is told
-                rows.append(measure_form(model, tokenizer, checker, Path(folder), form, precision, pixels, tokens, arguments))
+                rows.append(
+                    measure_form(model, tokenizer, checker, Path(folder), form, precision, pixels, tokens, arguments)
+                )
                 print(describe(rows[-1]), flush=True)
     report(rows, model, data.name, arguments)
 
@@ -165,7 +167,15 @@ def report(rows: list[dict[str, Any]], model: DualEncoder, data: str, arguments:
         )
         for row in rows
     ]
-    heads = ["", "largest difference", "mean recall (%)", "MB", "ms an image", f"… of {BATCH}", f"ms a caption of {BATCH}"]
+    heads = [
+        "",
+        "largest difference",
+        "mean recall (%)",
+        "MB",
+        "ms an image",
+        f"… of {BATCH}",
+        f"ms a caption of {BATCH}",
+    ]
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     about = f"{millions:.1f} million parameters, {data}, {arguments.threads} threads"
     text = f"# Exports beside the model\n\n{about}\n\n{markdown(shown, heads)}"

@@ -1,5 +1,4 @@
-"""The command line: `powerclip annotate · index · train · compare · quickstart · ground · evaluate · tables · analyse ·
-export · push`.
+"""The command line, by subject: data (annotate, index), training, evaluation, the live page, analyses, export.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -17,6 +16,7 @@ import typer
 from powerclip import __version__
 from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
+from powerclip.cli import demo as demonstration
 from powerclip.cli import evaluate as evaluation
 from powerclip.cli import export as exports
 from powerclip.cli import train as training
@@ -87,7 +87,7 @@ def options(
     """Options before the command."""
 
 
-for subject in (annotation, training, evaluation, analyses, exports):
+for subject in (annotation, training, evaluation, demonstration, analyses, exports):
     app.add_typer(subject.app)
 
 

@@ -122,7 +122,9 @@ def push(
     if onnx and no_onnx:
         raise UserError("--onnx and --no-onnx contradict each other: give one")
     if not (yes or dry_run or sys.stdin.isatty()):
-        raise UserError("there is no terminal to ask on: --yes sends without asking, --dry-run shows what would be sent")
+        raise UserError(
+            "there is no terminal to ask on: --yes sends without asking, --dry-run shows what would be sent"
+        )
     with interruptible("nothing was sent"):
         from powerclip.export.folder import CheckOptions
         from powerclip.export.push import PushOptions, push_model

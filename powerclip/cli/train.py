@@ -96,7 +96,10 @@ def train(
 )
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Study files, or recipes to compare.")
+        list[str],
+        typer.Argument(
+            metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Studies or recipes: files, or names of shipped ones."
+        ),
     ],
     output: Annotated[
         Path | None,

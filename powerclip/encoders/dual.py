@@ -105,8 +105,12 @@ class DualEncoder(nn.Module):
     def join_features(self, of_images: ImageFeatures, text: Tensor, words: Tensor) -> Features:
         """The features of a batch from what each tower gave, with the scale and the bias of the logits."""
         bias = self.clip.logit_bias
-        return Features(
-            **vars(of_images),
+        return Features(  # field by field: torch 2.11 cannot compile **vars(of_images)
+            image=of_images.image,
+            patches=of_images.patches,
+            kept=of_images.kept,
+            shown=of_images.shown,
+            extra=of_images.extra,
             text=text,
             words=words,
             logit_scale=self.clip.logit_scale.exp().reshape(()),

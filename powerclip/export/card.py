@@ -161,12 +161,16 @@ def _training(run: RunFacts | None) -> list[str]:
     ]
     table = Table.plain(["", "value"], facts).markdown()
     whole = "\n".join(_without_folders(line) for line in dump(recipe).splitlines())
-    return [f"## Training\n\n{table}\n\n<details><summary>The whole recipe</summary>\n\n```yaml\n{whole}\n```\n\n</details>"]
+    return [
+        f"## Training\n\n{table}\n\n<details><summary>The whole recipe</summary>\n\n```yaml\n{whole}\n```\n\n</details>"
+    ]
 
 
 def _without_folders(text: str) -> str:
     """Text whose absolute paths have lost the folders of the machine that the model was trained on."""
-    words = [f"…/{Path(word).name}" if word.startswith(("/", "~")) and len(word) > 1 else word for word in text.split(" ")]
+    words = [
+        f"…/{Path(word).name}" if word.startswith(("/", "~")) and len(word) > 1 else word for word in text.split(" ")
+    ]
     return " ".join(words)
 
 

@@ -25,7 +25,7 @@ from powerclip.runtime.environment import note_environment
 from powerclip.runtime.lock import FolderLock
 from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
-from powerclip.train import checkpoint
+from powerclip.train import sharded_checkpoint
 from powerclip.train.accumulate import backward_in_parts
 from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import make_loader, note_squashing
@@ -36,11 +36,12 @@ from powerclip.train.inputs import check_inputs
 from powerclip.train.memory import check_fits
 from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
 from powerclip.train.mfu import Mfu
-from powerclip.train.optimizer import learning_rate
+from powerclip.train.optimizer import learning_rate, set_rate
 from powerclip.train.parallel import clip_gradients, full_encoder
 from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sharded_checkpoint import newest_state
 from powerclip.train.state import TrainState, start
 from powerclip.train.statistics import CollapseDetector, StepTimer, batch_statistics, describe_terms, memory
 
@@ -182,9 +183,9 @@ class Trainer:
         """Continue from the newest good checkpoint, or from the first step where there is none."""
         self.folder.check_same(self.recipe)
         required = self.options.resume != "auto"
-        saved = checkpoint.newest(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
+        saved, parts = newest_state(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
         if saved is not None:
-            self.state.restore(saved)
+            self.state.restore(saved, parts)
             if saved.get("draws", 1) != DRAWS_VERSION:
                 self.progress.warn(
                     f"{self.folder.root} was begun with a version of powerclip that drew the order of samples, crops "
@@ -255,7 +256,7 @@ class Trainer:
                 due = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
                 if (due or request) and not last:
                     self.guard.flush()
-                    self.writer.write(step, {**state.snapshot(), "guard": self.guard.snapshot()})
+                    self.write_checkpoint()
                     signals.written()
                 if request is StopRequest.STOP and not last:
                     self.writer.wait(needed=True)
@@ -264,6 +265,14 @@ class Trainer:
                     self.options.on_step(state)
             self.guard.flush()
         return values
+
+    def write_checkpoint(self) -> None:
+        """Write where the run stands: whole, from the main rank in the background, or each rank its part, at once."""
+        state, settings, guard = self.state, self.recipe.train, {"guard": self.guard.snapshot()}
+        if settings.checkpoint_format == "sharded":
+            sharded_checkpoint.write(self.folder.checkpoints, state, guard, settings.keep, self.ranks)
+        else:
+            self.writer.write(state.step, {**state.snapshot(), **guard})
 
     def log_step(self, batch: Batch, rate: float, terms: Terms, norm: Tensor) -> dict[str, float]:
         """Log the step that was just done, show it, and give what was logged. Waits for the device."""
@@ -296,8 +305,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     # Only the start of a run needs a warm-up.
     optim = recipe.optim if phase.start == 0 else replace(recipe.optim, warmup=0)
     rate = phase.rate * learning_rate(state.step - phase.start, phase.end - phase.start, optim)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(state.optimizer, rate)
     state.objective.progress(state.step, steps)
     terms = share_terms(backward(state, batch, recipe), state.ranks)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]

@@ -19,7 +19,7 @@ from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.train.parallel import is_sharded
+from powerclip.train.parallel import is_sharded, shard_count
 from powerclip.train.recipe import Recipe
 from powerclip.train.state import TrainState
 from powerclip.train.towers import Towers
@@ -56,7 +56,7 @@ class Estimate:
 def estimate(recipe: Recipe, state: TrainState, ranks: int) -> Estimate:
     """The memory of a step of a recipe on one of so many ranks."""
     train = recipe.train
-    shards = ranks if train.sharding == "full" else 1
+    shards = shard_count(train, ranks)
     trained = trained_parameters(state)
     frozen = count(state.encoder) + count(state.objective) - trained
     pairs = max(1, train.batch_size // ranks // train.accumulate)

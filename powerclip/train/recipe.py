@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import MOST_ENUMERATED
 from powerclip.data.tokens import Nodes
-from powerclip.errors import UserError, nearest
+from powerclip.errors import UserError
+from powerclip.runtime.shipped import find_yaml, shipped_yaml
 from powerclip.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -28,6 +29,8 @@ from powerclip.settings import (
 
 # What `evaluation.scenes: true` means.
 DEFAULT_SCENES = 500
+
+TOWERS = ("image", "text")  # as train.freeze names them
 
 FLAT = "flat"  # as data.trees: every caption is one phrase
 
@@ -122,10 +125,21 @@ class TrainSection:
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
     accumulate: PositiveInt = 1  # parts in which a rank's share of a batch passes the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
-    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
+    # FSDP: weights and optimiser sharded over all ranks, or over groups of ranks that hold one copy each
+    sharding: Literal["none", "full", "hybrid"] = "none"
+    shard_ranks: PositiveInt | None = None  # ranks of a group of sharding: hybrid; null: those of one machine
+    mixed_precision_param: Literal["float32", "bf16"] = "float32"  # sharded weights as they are gathered and compute
+    mixed_precision_reduce: Literal["float32", "bf16"] = "float32"  # gradients of sharded weights as they are summed
+    # what stays as it is: image or text, a whole tower, or with :N its embeddings and first N blocks; image:8,text
+    freeze: str | None = None
+    layer_decay: PositiveShare = 1.0  # factor of the learning rate from a layer to the one below; heads have it full
+    lora: NonNegativeInt = 0  # rank of the adapters that blocks are trained by instead of their weights (LoRA); 0: none
+    lora_scale: PositiveFloat = 2.0  # what the adapters' products are multiplied with: LoRA's α over the rank
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
     checkpoint_every: NonNegativeInt = 100  # steps between checkpoints; 0: none by their count
     checkpoint_minutes: PositiveFloat | None = None  # a checkpoint is also written when the last one is this old
+    # whole: one file, gathered on one rank, written in the background; sharded: a folder, each rank writes its part
+    checkpoint_format: Literal["whole", "sharded"] = "whole"
     keep: PositiveInt = 2  # checkpoints that are kept, the newest
     max_skipped: NonNegativeInt = 10  # updates in a row that may be left out because something is not finite
     evaluate_every: NonNegativeInt = 0  # steps between evaluations; 0: only at the end
@@ -134,6 +148,24 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        parse_freeze(self.freeze)
+        if self.lora and self.layer_decay < 1:
+            raise ValueError(
+                "train.layer_decay is for weights that are trained, and train.lora trains none of the blocks'"
+            )
+        if self.lora and self.sharding != "none":
+            raise ValueError(
+                f"train.lora does not go with train.sharding: {self.sharding}; adapters leave little to shard"
+            )
+        unsharded = [
+            f"train.{name}"
+            for name in ("mixed_precision_param", "mixed_precision_reduce")
+            if self.sharding == "none" and getattr(self, name) != "float32"
+        ]
+        if unsharded:
+            raise ValueError(f"{unsharded[0]} is for sharded weights: set train.sharding to full or hybrid as well")
+        if self.shard_ranks is not None and self.sharding != "hybrid":
+            raise ValueError("train.shard_ranks is the size of a group of train.sharding: hybrid, which is not set")
 
 
 @dataclass(frozen=True)
@@ -217,7 +249,9 @@ FREE_ON_RESUME = frozenset(
         "train.save_model",
         "train.accumulate",
         "train.checkpoint_activations",
+        "train.checkpoint_format",
         "train.sharding",
+        "train.shard_ranks",
         "evaluation.retrieval",
         "evaluation.composition",
         "evaluation.scenes",
@@ -275,6 +309,19 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
     ]
 
 
+def parse_freeze(text: str | None) -> dict[str, int | None]:
+    """`image:8,text` → how many blocks of which tower are frozen; None: all of it. ValueError when it says nothing."""
+    frozen: dict[str, int | None] = {}
+    for part in text.split(",") if text else ():
+        tower, colon, depth = part.strip().partition(":")
+        if tower not in TOWERS or (colon and not depth.isdecimal()) or tower in frozen:
+            raise ValueError(
+                f"train.freeze must name towers and depths, such as image, text or image:8,text, not {text!r}"
+            )
+        frozen[tower] = int(depth) if colon else None
+    return frozen
+
+
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
     """Steps in that many epochs of so many whole batches; ValueError when that is no training run."""
     steps = round(epochs * steps_per_epoch)
@@ -289,30 +336,12 @@ def steps_of(epochs: float, steps_per_epoch: int) -> int:
 
 def find_recipe(name: str | Path) -> Path:
     """A recipe's file: the path as given, else a recipe that ships with the package (`quickstart/clip`)."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise UserError(f"recipe {path} is a folder; name a .yaml file in it")
-    shipped = shipped_recipes()
-    # `recipes/quickstart/clip.yaml` is how the repository spells it; it should work from anywhere.
-    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
-    key = Path(*parts).with_suffix("").as_posix() if parts else ""
-    if key in shipped:
-        return shipped[key]
-    hint = nearest(key, list(shipped)) or (f"; shipped: {', '.join(shipped)}" if shipped else "")
-    raise UserError(f"no recipe file {path}{hint}")
+    return find_yaml(name, "recipes")
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of the recipes that come with the package."""
-    package = Path(__file__).resolve().parents[1]
-    folder = package / "recipes"
-    if not folder.is_dir():  # an editable install: the repository keeps them beside the package
-        folder = package.parent / "recipes"
-        if not (package.parent / "pyproject.toml").is_file():
-            return {}
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+    return shipped_yaml("recipes")
 
 
 def _layers(path: Path) -> list[tuple[Path, dict[str, Any]]]:

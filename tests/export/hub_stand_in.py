@@ -99,7 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, wanted: dict[str, Any]) -> None:
         repo = f"{wanted['organization']}/{wanted['name']}"
         if repo in self.hub.private:
-            return self._answer(409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{repo}"})
+            return self._answer(
+                409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{repo}"}
+            )
         self.hub.private[repo] = bool(wanted.get("private")) or wanted.get("visibility") == "private"
         return self._answer(200, {"url": f"{self.hub.address}/{repo}"})
 
