@@ -1,6 +1,6 @@
 """Towers as ONNX graphs, in the layout that transformers.js reads: `onnx/vision_model.onnx`, `onnx/text_model.onnx`.
 
-The precision is part of a file's name (`vision_model_fp16.onnx`, `vision_model_int8.onnx`); several may lie in a folder.
+The precision is part of a file's name (`vision_model_fp16.onnx`, `…_int8.onnx`); several may lie in a folder.
 """
 
 from __future__ import annotations
