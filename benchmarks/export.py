@@ -75,7 +75,8 @@ def main() -> None:
     else:
         parser.error("name a model, or --tiny")
     torch.set_num_threads(arguments.threads)
-    data = scene_data(model, arguments.images) if arguments.data is None else read_data(arguments.data, arguments.images)
+    limit = arguments.images
+    data = scene_data(model, limit) if arguments.data is None else read_data(arguments.data, limit)
     checker = Checker(model, preprocess, tokenizer, data)
     pixels = torch.stack([preprocess(image) for image in data.images[:BATCH]])
     tokens = trim(tokenizer(list(data.captions[:BATCH])))
