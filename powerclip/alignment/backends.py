@@ -46,6 +46,8 @@ def unsupported_setting(config: AlignmentConfig) -> str | None:
     """Which of the settings has none of the closed forms that are scored and differentiated by hand; None if all do."""
     if not config.region_sets:
         return "scores sets of regions, and alignment.region_sets is false"
+    if config.divides_by_lengths:
+        return "does not know alignment.similarity cosine"
     if config.largest_set > 1:
         return f"knows alignment.largest_set 0 and 1, not {config.largest_set}"
     if config.aggregation == "nla":

@@ -15,8 +15,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 @app.command(
     epilog="\b\nExamples:\n"
     '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
-    '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 '
-    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 --pretrained laion2b_s34b_b88k -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a chair" -m runs/a/model --tree "(NP (NP a dog) (PP on (NP a chair)))"\n'
     '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
 )
 def ground(
@@ -25,19 +25,27 @@ def ground(
         list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
     ],
     model: Annotated[
-        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
         list[str] | None,
-        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),
+        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it the caption is parsed."),
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option("--pretrained", help="A tag of open_clip's weights, or a file with weights.")
     ] = None,
 ) -> None:
     """Draw heatmaps of where models locate captions and each of their phrases."""
     with interruptible("nothing was written"):
-        from powerclip.evaluate.ground import ground as ground_image
+        from powerclip.evaluate.ground_figure import draw_grounding
 
-        written = ground_image(image, captions, model, output, brackets=tree or None)
+        written = draw_grounding(image, captions, model, output, brackets=tree or None, pretrained=pretrained)
     print(f"heatmaps: {written}")
 
 
@@ -51,7 +59,12 @@ def ground(
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME."
+        ),
+    ],
     paths: Annotated[
         list[Path] | None,
         typer.Argument(

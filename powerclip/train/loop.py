@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from powerclip.errors import UserError
 from powerclip.objectives import Terms
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.environment import note_environment
+from powerclip.runtime.lock import FolderLock
 from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import sharded_checkpoint
@@ -32,11 +33,12 @@ from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
+from powerclip.train.memory import check_fits
 from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
 from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import learning_rate
 from powerclip.train.parallel import clip_gradients, full_encoder
-from powerclip.train.recipe import Recipe, steps_of
+from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.sharded_checkpoint import newest_state
@@ -103,11 +105,20 @@ def train(
 
 
 def run(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions) -> RunResult:
-    """`train` on one of the ranks; the main one writes and prints."""
-    resume = ranks.broadcast(lambda: folder.should_resume(recipe, options.resume, overwrite=options.overwrite))
+    """`train` on one of the ranks; the main one writes and prints, and keeps other processes out of the folder."""
     console = options.console if ranks.is_main else Console(quiet=True)
-    steps = recipe.train.steps
-    progress = Progress(folder.root.name, steps, unit="step", every=0, quiet=options.quiet, console=console)
+    progress = Progress(
+        folder.root.name, recipe.train.steps, unit="step", every=0, quiet=options.quiet, console=console
+    )
+    locks: list[FolderLock] = []  # the main rank's
+    ranks.broadcast(lambda: locks.append(folder.lock(progress.warn)))
+    with locks[0] if locks else nullcontext():
+        return run_locked(recipe, folder, ranks, options, progress)
+
+
+def run_locked(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions, progress: Progress) -> RunResult:
+    """The run in a folder that no other process works in."""
+    resume = ranks.broadcast(lambda: folder.should_resume(recipe, options.resume, overwrite=options.overwrite))
     if recipe.train.wandb:
         require_wandb()
     # A recipe whose files are missing fails here, before anything is written.
@@ -136,6 +147,7 @@ class Trainer:
         self.began = time.perf_counter()
         self.folder, self.ranks, self.options, self.progress = folder, ranks, options, progress
         self.state = state = ranks.raise_on_all(lambda: start(recipe, ranks))
+        ranks.raise_on_all(lambda: check_fits(recipe, state))
         note_squashing(recipe, state.encoder)
         cache = options.cache or DataCache(progress.say)
         self.loader = ranks.raise_on_all(
@@ -159,7 +171,7 @@ class Trainer:
             folder.begin(recipe)
         progress.skip(state.step)
         self.timer = StepTimer(state.step, recipe.train.batch_size)
-        self.mfu = Mfu(recipe, state.device, gpus=ranks.count)
+        self.mfu = Mfu(recipe.with_towers(state.encoder.config), state.device, gpus=ranks.count)
         self.collapse = CollapseDetector()
         self.counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
         self.log: MetricsLog | NullLogger = NullLogger()
@@ -351,17 +363,23 @@ def with_steps(recipe: Recipe, loader: BatchLoader) -> Recipe:
     """The recipe with `train.steps` settled: where it gives epochs and no number of samples, the data are counted.
 
     Raises:
-        UserError: the data have no end.
+        UserError: the data have no end, or so few steps come of them that it is no run.
     """
     settings = recipe.train
-    if settings.epochs is None or recipe.data.samples is not None:
+    if recipe.knows_steps:
         return recipe
+    assert settings.epochs is not None
     steps = getattr(loader, "steps_per_epoch", None)
     if steps is None:
         raise UserError(
             f"train.epochs: data.source {recipe.data.source} has no end; give train.steps, or data.samples for an epoch"
         )
-    return replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+    try:
+        recipe = replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+        check_warmup(recipe)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return recipe
 
 
 def finished_run(folder: RunFolder, device: torch.device) -> RunResult:

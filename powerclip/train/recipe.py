@@ -35,17 +35,20 @@ FLAT = "flat"  # as data.trees: every caption is one phrase
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which towers: an open_clip model by name, or an open_clip model config written out."""
+    """Which towers: a model by name, an open_clip model config written out, or those that the weights come with."""
 
-    name: str | None = None  # an open_clip model, such as ViT-B-16
+    name: str | None = None  # an open_clip model, such as ViT-B-16, or any model as in pretrained
     config: dict[str, Any] | None = None  # instead of a name: open_clip's embed_dim, vision_cfg and text_cfg
-    pretrained: str | None = None  # an open_clip tag or a checkpoint file; null: random weights
+    # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
+    # NAME/TAG, which need no name; null: random weights
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
-        if (self.name is None) == (self.config is None):
-            state = "both are" if self.name else "neither is"
-            raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
+        if self.name is not None and self.config is not None:
+            raise ValueError("give either model.name or model.config (both are set; null unsets one)")
+        if self.name is None and self.config is None and self.pretrained is None:
+            raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class RegionsSection:
 class OptimSection:
     """AdamW with linear warm-up and cosine decay; the numbers of the common CC12M recipe."""
 
-    lr: NonNegativeFloat = 1e-3  # peak learning rate
+    lr: Share = 1e-3  # peak learning rate; AdamW moves a weight by about this much in a step
     weight_decay: NonNegativeFloat = 0.2  # of matrices; gains, biases and scales do not decay
     beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9  # decay of Adam's first moment
     beta2: Annotated[float, Range(ge=0, lt=1)] = 0.98  # decay of Adam's second moment
@@ -183,12 +186,24 @@ class Recipe:
         validate(self)
         if self.regions.kind == "segments" and self.data.source == "scenes":
             raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
-        enumerates = self.alignment.aggregation == "exact" and self.alignment.region_sets and self.alignment.r2t
+        alignment = self.alignment
+        enumerates = alignment.aggregation == "exact" and alignment.region_sets
+        enumerates &= alignment.r2t or alignment.divides_by_lengths  # T2R by sums has a closed form
         if self.objective == "powerclip" and enumerates and self.regions.count > MOST_ENUMERATED:
+            other = "" if alignment.divides_by_lengths else ", or aggregation: nla"
             raise ValueError(
                 f"alignment.aggregation: exact goes through 2^M sets of regions, and regions.count is "
-                f"{self.regions.count}: at most {MOST_ENUMERATED}, or aggregation: nla"
+                f"{self.regions.count}: at most {MOST_ENUMERATED}{other}"
             )
+
+    def with_towers(self, config: dict[str, Any]) -> Recipe:
+        """The same recipe with its towers written out and no weights: nothing has to be found or read for them."""
+        return replace(self, model=ModelSection(config=config))
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the number of steps follows from the recipe alone; otherwise the data have to be counted."""
+        return self.train.epochs is None or self.data.samples is not None
 
     @property
     def reads_trees(self) -> bool:
@@ -242,10 +257,16 @@ def load_recipe(
         values = _merge(values, _check(layer, str(file)))
     if changes is not None:
         values = _merge(values, _check(changes, source))
-    for override in overrides:
-        values = _merge(values, _check(_parse_override(override), "command line"))
+    values = _merge(values, _read_overrides(overrides))
     where = str(path) if changes is None else source
-    return _build(values, f"{where} with {' '.join(overrides)}" if overrides else where)
+    where = f"{where} with {' '.join(overrides)}" if overrides else where
+    recipe = _build(values, where)
+    if recipe.knows_steps:
+        try:
+            check_warmup(recipe)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+    return recipe
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -264,7 +285,7 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
     `counted` says whether the steps of `new`, where they follow from epochs and the data, are known yet.
     """
     before, after = _flatten(asdict(old)), _flatten(asdict(new))
-    unknown = {"train.steps"} if not counted and new.train.epochs is not None and new.data.samples is None else set()
+    unknown = set() if counted or new.knows_steps else {"train.steps"}
     return [
         f"{key}: {before.get(key)} → {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -273,8 +294,15 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
-    """Steps in that many epochs of so many whole batches, at least one."""
-    return max(1, round(epochs * steps_per_epoch))
+    """Steps in that many epochs of so many whole batches; ValueError when that is no training run."""
+    steps = round(epochs * steps_per_epoch)
+    if steps <= 1:
+        batches = f"{steps_per_epoch:,} whole batch{'es' * (steps_per_epoch != 1)}"
+        raise ValueError(
+            f"train.epochs: {epochs:g} epochs of {batches} make {steps} step{'s' * (steps != 1)}: "
+            "lower train.batch_size, raise train.epochs, or say how long with train.steps"
+        )
+    return steps
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -332,6 +360,17 @@ def _parse_override(text: str) -> dict[str, Any]:
     return nested  # type: ignore[no-any-return]
 
 
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """All overrides of a command line as one layer, so that a preset among them undoes none of the others.
+
+    Where two set the same key, the later one counts.
+    """
+    layer: dict[str, Any] = {}
+    for override in overrides:
+        layer = _merge(layer, _check(_parse_override(override), "command line"), presets=False)
+    return layer
+
+
 def _check(values: Any, where: str) -> dict[str, Any]:
     """The values of one layer, converted to the types of a recipe."""
     match values:
@@ -346,14 +385,17 @@ def _check_length(layer: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: train.steps and train.epochs both say how long; give one of them")
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
+def _merge(
+    below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True, presets: bool = True
+) -> dict[str, Any]:
+    """The values of a layer over those of the layers below it; `presets`: one in it resets what they have set."""
     merged = dict(below)
     if top and isinstance(below.get("train"), dict) and "steps" in above.get("train", {}):
         # Steps and epochs both set the length: the upper layer decides.
         merged["train"] = {key: value for key, value in below["train"].items() if key != "epochs"}
     for key, value in above.items():
         # A preset sets all of them: it replaces what lower layers have set.
-        fresh = top and key == "alignment" and "preset" in value
+        fresh = top and presets and key == "alignment" and "preset" in value
         if not fresh and isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge(merged[key], value, top=False)
         else:
@@ -363,7 +405,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = Tr
 
 def _build(values: dict[str, Any], where: str) -> Recipe:
     if "model" not in values:
-        raise UserError(f"{where}: no model; set model.name or model.config")
+        raise UserError(f"{where}: no model; set model.name, model.config or model.pretrained")
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}
@@ -382,6 +424,16 @@ def _with_length(recipe: Recipe) -> TrainSection:
     if samples < train.batch_size:
         raise ValueError(f"train.batch_size is {train.batch_size}, but data.samples is only {samples}")
     return replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
+
+
+def check_warmup(recipe: Recipe) -> None:
+    """ValueError when the run, of a known number of steps, ends before its learning rate has reached its peak."""
+    warmup, steps = recipe.optim.warmup, recipe.train.steps
+    if warmup > steps:
+        raise ValueError(
+            f"optim.warmup is {warmup:,} steps and the run only {steps:,}: the rate would never reach optim.lr; "
+            f"set optim.warmup={steps // 10}, or train for longer"
+        )
 
 
 def _objective_settings(objective: str, settings: Mapping[str, Any], where: str) -> dict[str, Any]:

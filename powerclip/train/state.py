@@ -60,6 +60,7 @@ class TrainState:
         }
         parts = {"encoder": self.encoder.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {
+            "model": {"config": self.encoder.config, "preprocess": self.encoder.preprocess},
             **({} if sharded else full_tensors(parts)),
             "objective": self.objective.state_dict(),
             "random": self.ranks.collect(generators),

@@ -30,6 +30,7 @@ CONFIGS = {
     "any set": AlignmentConfig(largest_set=0, negatives="hardest"),
     "default, k": AlignmentConfig(negatives="k", k=3),
     "softmax over sums": AlignmentConfig(similarity="sum", negatives="k", k=2),
+    "cosine": AlignmentConfig(similarity="cosine", aggregation="exact", largest_set=0, negatives="k", k=2),
     "triplet, all": AlignmentConfig(loss="triplet", negatives="all"),
     "triplet, k, empty set": AlignmentConfig(loss="triplet", negatives="k", k=4, empty_set=True),
     "exact": AlignmentConfig(aggregation="exact", negatives="hardest"),
@@ -316,7 +317,7 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"similarity": "average"}, r"'alignment.similarity' must be sum \| mean, got 'average'"),
+        ({"similarity": "average"}, r"'alignment.similarity' must be sum \| mean \| cosine, got 'average'"),
         ({"alpha": 1.5}, "alignment.alpha must lie in"),
         ({"tau": 0.0}, "alignment.tau must be positive"),
         ({"r2t": False, "t2r": False}, "nothing is left to align"),
@@ -328,6 +329,7 @@ def test_one_pair_alone_has_nothing_to_be_contrasted_with():
         ({"trains": "neither"}, "alignment.trains"),
         ({"projection": "own"}, "alignment.projection"),
         ({"negatives": "hard"}, "semi_hard"),
+        ({"similarity": "cosine"}, "cosine has no approximation: it needs aggregation: exact"),
         ({"anneal": True}, "alignment.anneal needs negatives: k"),
     ],
 )

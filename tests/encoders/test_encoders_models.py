@@ -30,8 +30,8 @@ def test_supported_models_are_those_with_two_transformer_towers():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ViT-B-17", "no model or directory 'ViT-B-17'.*did you mean 'ViT-B-16'"),
-        ("runs/nowhere", "no model or directory 'runs/nowhere'"),
+        ("ViT-B-17", "no model 'ViT-B-17'.*did you mean 'ViT-B-16'"),
+        ("runs/nowhere", "no model 'runs/nowhere'"),
         ("RN50", "RN50: the image tower is a ResNet"),
         ("ViT-B-16-SigLIP", "the image tower is timm's vit_base"),
         ("roberta-ViT-B-32", "the text tower is Hugging Face's roberta-base"),
@@ -104,7 +104,7 @@ def test_a_config_that_does_not_work_is_explained(config, message):
 
 def test_a_model_is_a_name_or_a_config():
     for arguments in ({}, {"name": "ViT-B-16", "config": tiny_config()}):
-        with pytest.raises(UserError, match="one of the two"):
+        with pytest.raises(UserError, match="a model is given by its name"):
             build(**arguments)
 
 
