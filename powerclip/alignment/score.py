@@ -5,7 +5,7 @@
 | backend   | all pairs, NLA             | all pairs, exact                      | selected pairs             |
 |-----------|----------------------------|---------------------------------------|----------------------------|
 | reference | the formulas               | the formulas                          | the formulas               |
-| torch     | CPU: `nla_all_cpu`,        | the formulas                          | the formulas               |
+| torch     | CPU: `nla_all_cpu`,        | CPU: `exact_all_cpu`, GPU: formulas   | the formulas               |
 |           | GPU: the formulas compiled |                                       |                            |
 | triton    | `nla_all`                  | `exact_all`, gradient by the formulas | `nla_pairs`, `exact_pairs` |
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from powerclip.alignment.backends import choose_backend
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels import nla_all_cpu
+from powerclip.alignment.kernels import exact_all_cpu, nla_all_cpu
 from powerclip.alignment.nla import nla_t1, nla_t2
 from powerclip.alignment.powerset import best_node_mean, best_set_mean, exact_r2t, set_similarities
 from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_max, segment_mean
@@ -44,8 +44,11 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
     backend = choose_backend(config, regions.device)
     if backend == "triton":
         return _score_all_triton(regions, nodes, segments, config)
-    if backend == "torch" and not regions.is_cuda and nla_all_cpu.supports(config):
-        return nla_all_cpu.nla_all_cpu(regions, nodes, segments, config)
+    if backend == "torch" and not regions.is_cuda:
+        if nla_all_cpu.supports(config):
+            return nla_all_cpu.nla_all_cpu(regions, nodes, segments, config)
+        if exact_all_cpu.supports(config):
+            return exact_all_cpu.exact_all_cpu(regions, nodes, segments, config)
     # Exact scores are not compiled: inductor of torch 2.11 fails on 2^M.
     compiled = backend == "torch" and regions.is_cuda and config.aggregation == "nla"
     score = _compiled_score_block() if compiled else _score_block

@@ -19,6 +19,9 @@ from powerclip.encoders.dual import DualEncoder
 from powerclip.encoders.weights import download, load_weights
 from powerclip.errors import UserError, first_line, nearest
 
+# What towers with the same weights may differ in: the weights decide it, or the model that they come from does.
+_DECIDED_BY_WEIGHTS = frozenset({"custom_text", "quick_gelu", "init_logit_scale", "init_logit_bias"})
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -42,8 +45,8 @@ def named(name: str, pretrained: str | None = None) -> Blueprint:
     if pretrained is None:
         return Blueprint(config, name)
 
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    known = open_clip.get_pretrained_cfg(name, pretrained)
+    tags = tags_of(name)
+    known = open_clip.get_pretrained_cfg(name, pretrained) if tags else {}
     if not known:
         if not Path(pretrained).is_file():
             raise UserError(
@@ -84,9 +87,35 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     return model
 
 
+def tags_of(name: str) -> list[str]:
+    """The tags of an open_clip model's published weights; releases differ in what they answer where there are none."""
+    try:
+        return list(open_clip.list_pretrained_tags_by_model(name))
+    except KeyError:
+        return []
+
+
 def supported_models() -> list[str]:
     """Names of the open_clip models whose towers are both plain transformers."""
     return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+
+
+def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides a config's towers, apart from what their weights decide, flat and with every default written out."""
+    flat: dict[str, Any] = {}
+    for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
+        known = {item.name for item in dataclasses.fields(kind)}
+        values = dataclasses.asdict(kind(**{key: value for key, value in config[part].items() if key in known}))
+        flat |= {f"{part}.{key}": _plain(value) for key, value in values.items()}
+    tops = {key: value for key, value in config.items() if key not in ("vision_cfg", "text_cfg")}
+    return flat | {key: _plain(value) for key, value in tops.items() if key not in _DECIDED_BY_WEIGHTS}
+
+
+def _plain(value: Any) -> Any:
+    """Sizes are written as one number or as a pair, in lists or tuples."""
+    if isinstance(value, list | tuple):
+        return value[0] if len(set(value)) == 1 else list(value)
+    return value
 
 
 def check_config(config: object, source: str) -> None:
@@ -147,6 +176,8 @@ def _check_heads(config: dict[str, Any], source: str) -> None:
 
 
 def _obstacle(config: dict[str, Any]) -> str | None:
+    if "vision_cfg" not in config or "text_cfg" not in config:
+        return "it has no image tower or no text tower"  # newer releases have models of sound too
     if config["vision_cfg"].get("timm_model_name"):
         return f"the image tower is timm's {config['vision_cfg']['timm_model_name']}"
     if isinstance(config["vision_cfg"].get("layers"), list | tuple):

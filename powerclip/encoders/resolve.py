@@ -8,25 +8,27 @@ Every command and every recipe names models this way:
 | `DIR`, `local-dir:DIR` | a folder in open_clip's layout |
 | `RUN` | a run: its final model or, where it was stopped, its newest good checkpoint |
 | `RUN/checkpoints/step-000100.pt` | one checkpoint of a run |
-| `hf-hub:ORG/NAME` | a model on the hub |
+| `DIR` | a `CLIPModel` of Hugging Face |
+| `hf-hub:ORG/NAME` | a model on the hub, of open_clip or a `CLIPModel` |
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 from torch import Tensor, nn
 
+from powerclip.encoders import hugging_face
 from powerclip.encoders.directory import CONFIG_FILE, read_config, stored
 from powerclip.encoders.dual import DualEncoder
-from powerclip.encoders.models import Blueprint, assemble, check_config, named
+from powerclip.encoders.models import Blueprint, assemble, check_config, named, spelled_out, tags_of
 from powerclip.encoders.transforms import Preprocess, Tokenizer, preprocess_for, tokenizer_for
 from powerclip.encoders.weights import download, fit_weights, load_weights
 from powerclip.errors import UserError, first_line
@@ -34,9 +36,6 @@ from powerclip.runtime.checkpoint_file import BadCheckpoint, checkpoints, is_che
 
 _LOCAL = "local-dir:"
 _HUB = "hf-hub:"
-
-# What towers with the same weights may differ in: the weights decide it, or the model that they come from does.
-_DECIDED_BY_WEIGHTS = frozenset({"custom_text", "quick_gelu", "init_logit_scale", "init_logit_bias"})
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def _only_pretrained(source: str) -> Blueprint:
         _refuse_weights_file(source, "pretrained")
         blueprint = named(source)
     if blueprint.fill is None:
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(blueprint.source)) or "none"
+        tags = ", ".join(tags_of(blueprint.source)) or "none"
         raise UserError(f"pretrained: {source} is a model without weights; add a tag, {source}/TAG (known: {tags})")
     return blueprint
 
@@ -156,12 +155,15 @@ def _in_folder(folder: Path) -> Blueprint:
     for place in (folder, folder / "model"):
         if (place / CONFIG_FILE).is_file():
             return stored(place)
+    if hugging_face.is_clip_model(folder):
+        return hugging_face.read_clip_model(folder)
     for place in (folder / "checkpoints", folder):
         if files := checkpoints(place):
             return _newest_checkpoint(folder, files)
     state = "a run without a model yet" if (folder / "recipe.yaml").is_file() else "no model here"
     raise UserError(
-        f"{folder}: {state}; looked for {CONFIG_FILE}, for a run's model/{CONFIG_FILE} and for checkpoints/step-*.pt"
+        f"{folder}: {state}; looked for {CONFIG_FILE}, for config.json of a CLIPModel, and for model/{CONFIG_FILE} and "
+        "checkpoints/step-*.pt of a run"
     )
 
 
@@ -201,14 +203,50 @@ def _filler(weights: dict[str, Tensor], source: str) -> Callable[[nn.Module], No
 
 
 def _on_hub(model_id: str) -> Blueprint:
+    """A model of open_clip, or else a `CLIPModel`, on the hub or in its cache. Weights come when they are needed."""
     source = f"{_HUB}{model_id}"
-    content = read_config(download({"hf_hub": f"{model_id}/{CONFIG_FILE}"}, f"the config of {source}"))
+    try:
+        config = _fetch(model_id, CONFIG_FILE, source)
+    except UserError as missing:
+        try:
+            folder = _fetch(model_id, hugging_face.CONFIG_FILE, source).parent
+        except UserError as error:
+            raise UserError(f"{missing}; looked for {hugging_face.CONFIG_FILE} of a CLIPModel too: {error}") from None
+        return _clip_model_on_hub(model_id, folder, source)
+    content = read_config(config)
 
     def fill(clip: nn.Module) -> None:
-        # The trailing slash is open_clip's way to ask for the weights file under its usual names.
-        load_weights(clip, download({"hf_hub": f"{model_id}/"}, f"the weights of {source}"), source, convert=True)
+        # An empty name is open_clip's way to ask for the weights file under its usual names.
+        load_weights(clip, _fetch(model_id, "", source), source, convert=True)
 
     return Blueprint(content["model_cfg"], source, content.get("preprocess_cfg") or {}, fill)
+
+
+def _clip_model_on_hub(model_id: str, folder: Path, source: str) -> Blueprint:
+    # All files of a model lie in one folder of the hub's cache.
+    for name in hugging_face.SMALL_FILES:
+        with contextlib.suppress(UserError):
+            _fetch(model_id, name, source)
+    blueprint = hugging_face.read_clip_model(folder, source)
+
+    def fill(clip: nn.Module) -> None:
+        if (folder / hugging_face.INDEX_FILE).is_file():
+            for name in hugging_face.weight_files(folder):
+                _fetch(model_id, name, source)
+        else:
+            first, second = hugging_face.WEIGHT_FILES
+            try:
+                _fetch(model_id, first, source)
+            except UserError:
+                _fetch(model_id, second, source)
+        assert blueprint.fill is not None
+        blueprint.fill(clip)
+
+    return replace(blueprint, fill=fill)
+
+
+def _fetch(model_id: str, name: str, source: str) -> Path:
+    return download({"hf_hub": f"{model_id}/{name}"}, f"{name or 'the weights'} of {source}")
 
 
 # ---- weights for towers that are already known -----------------------------------------------------------------------
@@ -218,7 +256,7 @@ def _same_towers(towers: Blueprint, start: Blueprint) -> Blueprint:
     """`start`, once it is sure that its towers are those that were asked for."""
     check_config(towers.config, towers.source)
     check_config(start.config, start.source)
-    asked, given = _spelled_out(towers.config), _spelled_out(start.config)
+    asked, given = spelled_out(towers.config), spelled_out(start.config)
     different = [key for key in asked if asked[key] != given.get(key)]
     if different:
         key = different[0]
@@ -228,24 +266,6 @@ def _same_towers(towers: Blueprint, start: Blueprint) -> Blueprint:
             f"here{more}; leave out the name or config (null in a recipe) to take its own towers"
         )
     return start
-
-
-def _spelled_out(config: dict[str, Any]) -> dict[str, Any]:
-    """A model config as flat settings, every default written out."""
-    flat: dict[str, Any] = {}
-    for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
-        known = {item.name for item in fields(kind)}
-        values = asdict(kind(**{key: value for key, value in config[part].items() if key in known}))
-        flat |= {f"{part}.{key}": _plain(value) for key, value in values.items()}
-    tops = {key: value for key, value in config.items() if key not in ("vision_cfg", "text_cfg")}
-    return flat | {key: _plain(value) for key, value in tops.items() if key not in _DECIDED_BY_WEIGHTS}
-
-
-def _plain(value: Any) -> Any:
-    """Sizes are written as one number or as a pair, in lists or tuples."""
-    if isinstance(value, list | tuple):
-        return value[0] if len(set(value)) == 1 else list(value)
-    return value
 
 
 def _to_device(model: DualEncoder, device: str | torch.device) -> DualEncoder:

@@ -396,4 +396,5 @@ def _parents(nodes: Sequence[Span]) -> list[int | None]:
 
 
 def _numbers(values: Tensor) -> list[Any]:
-    return [_numbers(row) if row.ndim else round(float(row), _DIGITS) for row in values]
+    # In double precision, where a rounded number prints with as many digits as it has.
+    return values.double().round(decimals=_DIGITS).tolist()

@@ -46,7 +46,7 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
 
 def _packages(recipe: Recipe) -> Iterator[Input]:
     """Optional packages that a run of `recipe` imports."""
-    needed = [("train.wandb", recipe.train.wandb, "wandb", "wandb")]
+    needed = [("train.wandb", recipe.train.wandb, "wandb", "wandb")]  # setting, value, package, extra
     for setting, value, package, extra in needed:
         if value:
             missing = f"the package {package} is not installed: pip install 'powerclip[{extra}]'"

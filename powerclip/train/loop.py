@@ -36,7 +36,7 @@ from powerclip.train.inputs import check_inputs
 from powerclip.train.memory import check_fits
 from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
 from powerclip.train.mfu import Mfu
-from powerclip.train.optimizer import learning_rate
+from powerclip.train.optimizer import learning_rate, set_rate
 from powerclip.train.parallel import clip_gradients, full_encoder
 from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
@@ -305,8 +305,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     # Only the start of a run needs a warm-up.
     optim = recipe.optim if phase.start == 0 else replace(recipe.optim, warmup=0)
     rate = phase.rate * learning_rate(state.step - phase.start, phase.end - phase.start, optim)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(state.optimizer, rate)
     state.objective.progress(state.step, steps)
     terms = share_terms(backward(state, batch, recipe), state.ranks)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
+from powerclip.train.finetune import is_adapted, merged
 from powerclip.train.recipe import TrainSection
 from powerclip.train.towers import Towers, transformer_blocks
 
@@ -171,7 +172,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
 
 
 def full_encoder(encoder: DualEncoder) -> DualEncoder:
-    """A copy with full weights on every rank, when the encoder is sharded; otherwise the encoder itself."""
+    """A plain copy with full weights on every rank, when the encoder is sharded or adapted; otherwise itself."""
+    if is_adapted(encoder):
+        return merged(encoder)
     if not any(is_sharded(p) for p in encoder.parameters()):
         return encoder
     from powerclip.encoders.models import Blueprint, assemble

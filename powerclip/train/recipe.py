@@ -30,6 +30,8 @@ from powerclip.settings import (
 # What `evaluation.scenes: true` means.
 DEFAULT_SCENES = 500
 
+TOWERS = ("image", "text")  # as train.freeze names them
+
 FLAT = "flat"  # as data.trees: every caption is one phrase
 
 
@@ -128,6 +130,11 @@ class TrainSection:
     shard_ranks: PositiveInt | None = None  # ranks of a group of sharding: hybrid; null: those of one machine
     mixed_precision_param: Literal["float32", "bf16"] = "float32"  # sharded weights as they are gathered and compute
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"  # gradients of sharded weights as they are summed
+    # what stays as it is: image or text, a whole tower, or with :N its embeddings and first N blocks; image:8,text
+    freeze: str | None = None
+    layer_decay: PositiveShare = 1.0  # factor of the learning rate from a layer to the one below; heads have it full
+    lora: NonNegativeInt = 0  # rank of the adapters that blocks are trained by instead of their weights (LoRA); 0: none
+    lora_scale: PositiveFloat = 2.0  # what the adapters' products are multiplied with: LoRA's α over the rank
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
     checkpoint_every: NonNegativeInt = 100  # steps between checkpoints; 0: none by their count
     checkpoint_minutes: PositiveFloat | None = None  # a checkpoint is also written when the last one is this old
@@ -141,6 +148,15 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        parse_freeze(self.freeze)
+        if self.lora and self.layer_decay < 1:
+            raise ValueError(
+                "train.layer_decay is for weights that are trained, and train.lora trains none of the blocks'"
+            )
+        if self.lora and self.sharding != "none":
+            raise ValueError(
+                f"train.lora does not go with train.sharding: {self.sharding}; adapters leave little to shard"
+            )
         unsharded = [
             f"train.{name}"
             for name in ("mixed_precision_param", "mixed_precision_reduce")
@@ -291,6 +307,19 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if key not in FREE_ON_RESUME | unknown and before.get(key) != after.get(key)
     ]
+
+
+def parse_freeze(text: str | None) -> dict[str, int | None]:
+    """`image:8,text` → how many blocks of which tower are frozen; None: all of it. ValueError when it says nothing."""
+    frozen: dict[str, int | None] = {}
+    for part in text.split(",") if text else ():
+        tower, colon, depth = part.strip().partition(":")
+        if tower not in TOWERS or (colon and not depth.isdecimal()) or tower in frozen:
+            raise ValueError(
+                f"train.freeze must name towers and depths, such as image, text or image:8,text, not {text!r}"
+            )
+        frozen[tower] = int(depth) if colon else None
+    return frozen
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:

@@ -64,6 +64,24 @@ def test_weights_trained_with_quick_gelu_get_it(monkeypatch, tmp_path):
     assert "quick_gelu" not in named("ViT-B-16", "laion2b_s34b_b88k").config
 
 
+def test_a_newer_release_may_list_models_without_an_image_tower_or_weights(monkeypatch):
+    import open_clip
+
+    def tags(name):
+        raise KeyError(name)
+
+    config = open_clip.get_model_config
+    monkeypatch.setattr(open_clip, "list_models", lambda: ["CLAP", "ViT-S-32-alt"])
+    monkeypatch.setattr(
+        open_clip, "get_model_config", lambda name: {"audio_cfg": {}} if name == "CLAP" else config(name)
+    )
+    monkeypatch.setattr(open_clip, "list_pretrained_tags_by_model", tags)
+    with pytest.raises(UserError, match=r"no model 'ViT-S-32-old'.*did you mean 'ViT-S-32-alt'"):
+        build("ViT-S-32-old")
+    with pytest.raises(UserError, match="no pretrained weights 'openai'.*known: none"):
+        build("ViT-S-32-alt/openai")
+
+
 def changed(part: str, **settings):
     config = tiny_config()
     (config[part] if part else config).update(settings)
