@@ -116,6 +116,9 @@ def test_a_truncated_part_is_refused_and_the_checkpoint_before_it_is_used(tmp_pa
     assert saved["step"] == 5
     assert "truncated; going back" in told[0]
     assert (folder / "step-000010.refused").is_dir()
+    (folder / "step-000005" / sharded_checkpoint.RUN_FILE).write_bytes(b"torn")
+    with pytest.raises(UserError, match="no good checkpoint is left: start again with --overwrite"):
+        sharded_checkpoint.newest_state(folder, told.append, SINGLE, required=True)
 
 
 def test_settings_that_change_nothing_or_do_not_fit_are_refused(tmp_path):
