@@ -58,6 +58,11 @@ class Server:
     address: str
     process: int
 
+    def cpu_seconds(self) -> float:
+        """The processor time that it has used: what a busy machine does not change."""
+        user, system = Path(f"/proc/{self.process}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def mib(self) -> float:
         """Its resident memory."""
         status = Path(f"/proc/{self.process}/status").read_text()
@@ -142,6 +147,7 @@ async def crowd(server: Server, clients: int, seconds: float) -> dict[str, Any]:
         **spread_of(times),
         "MiB after a quarter": round(memory[len(memory) // 4]),
         "MiB at the end": round(memory[-1]),
+        "load average": round(os.getloadavg()[0], 1),
     }
 
 
@@ -183,8 +189,11 @@ def main() -> None:
         data: dict[str, Any] = {}
         with served(models) as server:
             if options.keys:
+                before = server.cpu_seconds()
                 times = type_captions(server, CAPTIONS[: options.keys])
-                data["keys"] = {"key presses": len(times), **spread_of(times)}
+                spent = 1000 * (server.cpu_seconds() - before) / len(times)
+                data["keys"] = {"key presses": len(times), **spread_of(times), "server CPU ms": round(spent)}
+                data["keys"]["load average"] = round(os.getloadavg()[0], 1)
             data["crowd"] = asyncio.run(crowd(server, clients, seconds))
     parts = []
     for title, name in (("From a key press to new heatmaps", "keys"), ("A crowd", "crowd")):
