@@ -1,4 +1,4 @@
-"""The command line, by subject: data (annotate, index), training, evaluation, the live page, analyses.
+"""The command line, by subject: data (annotate, index), training, evaluation, the live page, analyses, export.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -18,6 +18,7 @@ from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
 from powerclip.cli import demo as demonstration
 from powerclip.cli import evaluate as evaluation
+from powerclip.cli import export as exports
 from powerclip.cli import train as training
 from powerclip.cli.process import is_other_rank
 from powerclip.errors import UserError
@@ -86,7 +87,7 @@ def options(
     """Options before the command."""
 
 
-for subject in (annotation, training, evaluation, demonstration, analyses):
+for subject in (annotation, training, evaluation, demonstration, analyses, exports):
     app.add_typer(subject.app)
 
 

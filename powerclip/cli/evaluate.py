@@ -25,7 +25,12 @@ def ground(
         list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
     ],
     model: Annotated[
-        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
@@ -51,10 +56,17 @@ def ground(
     "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
     "  powerclip evaluate --model my/model --grounding flickr8k-val.jsonl.gz --images captions10k/val-000.tar\n"
+    "  powerclip evaluate --model my/model --grid captions10k/val-000.tar     # grounding without boxes\n"
+    "  powerclip evaluate --model my/model negatives.json --images captions10k/val-000.tar\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME."
+        ),
+    ],
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -74,7 +86,11 @@ def evaluate(
     ] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--images", help="A tar or a folder with the images of --grounding; may be repeated."),
+        typer.Option("--images", help="A tar or folder with the images of --grounding or a .json; may be repeated."),
+    ] = None,
+    grid: Annotated[
+        list[Path] | None,
+        typer.Option("--grid", help="Captioned images, as PATH: mosaics of four, no boxes needed; may be repeated."),
     ] = None,
     suite: Annotated[
         str | None,
@@ -107,6 +123,7 @@ def evaluate(
             pointing=pointing or [],
             grounding=grounding or [],
             images=images or [],
+            grid=grid or [],
             suite=suite,
             data=data,
             datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -27,15 +27,21 @@ def check_one_process(command: str) -> None:
 
 
 @contextmanager
-def interruptible(advice: str) -> Iterator[None]:
-    """Turn Ctrl-C, or a run that a scheduler stopped, into a line that says how to go on, and an exit code for it."""
+def interruptible(advice: str | Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C, or a run that a scheduler stopped, into a line that says how to go on, and an exit code for it.
+
+    What to say may depend on how far the command came: then `advice` is called when it is needed.
+    """
+
+    def say(what: str) -> None:
+        if not is_other_rank():
+            print(f"powerclip: {what}; {advice if isinstance(advice, str) else advice()}", file=sys.stderr)
+
     try:
         yield
     except Preempted as stopped:
-        if not is_other_rank():
-            print(f"powerclip: {stopped}; {advice}", file=sys.stderr)
+        say(str(stopped))
         raise typer.Exit(EXIT_PREEMPTED) from None
     except KeyboardInterrupt:
-        if not is_other_rank():
-            print(f"powerclip: interrupted; {advice}", file=sys.stderr)
+        say("interrupted")
         raise typer.Exit(130) from None

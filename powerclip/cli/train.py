@@ -65,7 +65,15 @@ def train(
     changes = [override for override in overrides or () if not (auto and override == "auto")]
     loaded = load_recipe(recipe, [*changes, *(["data.strict=true"] if strict else [])])
     folder = output or Path("runs") / find_recipe(recipe).stem
-    with interruptible(f"continue with the same command and --resume (the run is in {folder})"):
+
+    def advice() -> str:
+        from powerclip.train.run_folder import RunFolder
+
+        if not dry_run and RunFolder(folder).continues(loaded):
+            return f"continue with the same command and --resume (the run is in {folder})"
+        return "no run was begun: the same command starts again"
+
+    with interruptible(advice):
         if dry_run:
             from powerclip.train.dry_run import dry_run as print_dry_run
 
@@ -88,7 +96,10 @@ def train(
 )
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Study files, or recipes to compare.")
+        list[str],
+        typer.Argument(
+            metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Studies or recipes: files, or names of shipped ones."
+        ),
     ],
     output: Annotated[
         Path | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class DualEncoder(nn.Module):
         # nn.Module's attributes are typed Tensor | Module; open_clip's towers carry more than that.
         self.clip: Any = clip
         self.config = copy.deepcopy(config)
+        self.directory: Path | None = None  # the folder that it was read from, which may hold its tokenizer
         self._pad_id: int = self.config.get("text_cfg", {}).get("pad_id", 0)
 
     @property
@@ -53,6 +55,11 @@ class DualEncoder(nn.Module):
         """Height and width, in pixels, of the images the model reads."""
         height, width = self.clip.visual.image_size
         return height, width
+
+    @property
+    def preprocess(self) -> dict[str, Any]:
+        """open_clip's preprocess_cfg, as it is saved: the size follows from the towers."""
+        return {name: value for name, value in self.clip.visual.preprocess_cfg.items() if name != "size"}
 
     @property
     def context_length(self) -> int:
@@ -98,8 +105,12 @@ class DualEncoder(nn.Module):
     def join_features(self, of_images: ImageFeatures, text: Tensor, words: Tensor) -> Features:
         """The features of a batch from what each tower gave, with the scale and the bias of the logits."""
         bias = self.clip.logit_bias
-        return Features(
-            **vars(of_images),
+        return Features(  # field by field: torch 2.11 cannot compile **vars(of_images)
+            image=of_images.image,
+            patches=of_images.patches,
+            kept=of_images.kept,
+            shown=of_images.shown,
+            extra=of_images.extra,
             text=text,
             words=words,
             logit_scale=self.clip.logit_scale.exp().reshape(()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from open_clip import SimpleTokenizer
@@ -38,13 +37,12 @@ def preprocess_for(
     return image_transform_v2(PreprocessCfg(**settings | ({"resize_mode": resize_mode} if resize_mode else {})), False)
 
 
-def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenizer:
+def tokenizer_for(model: DualEncoder) -> Tokenizer:
     """The open_clip tokenizer of `model`, which reads as many tokens as the model does.
 
-    Args:
-        model: whose config names the tokenizer.
-        directory: where a Hugging Face tokenizer was saved beside the model; it is downloaded otherwise.
+    A Hugging Face tokenizer is taken from the folder that the model was read from, or downloaded.
     """
+    directory = model.directory
     text = model.config["text_cfg"]
     options: dict[str, Any] = text.get("tokenizer_kwargs") or {}
     name = text.get("hf_tokenizer_name")

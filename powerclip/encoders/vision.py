@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection, keep_patches
-from powerclip.encoders.self_attention import SelfAttention
+from powerclip.encoders.self_attention import Packed
 from powerclip.errors import UserError
 
 
@@ -133,7 +133,7 @@ def _takes_lengths(visual: Any, patches: int) -> bool:
     The number travels as bf16, which counts up to 256.
     """
     blocks = visual.transformer.resblocks
-    return patches < 256 and all(isinstance(getattr(block, "attn", None), SelfAttention) for block in blocks)
+    return patches < 256 and all(isinstance(getattr(block, "attn", None), Packed) for block in blocks)
 
 
 def _hiding_mask(shown: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from powerclip.data.tar_index import TarDamage, iter_members
 from powerclip.data.trees import shorten
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
-from powerclip.evaluate.images import FileImages, TarImages, TarMember
+from powerclip.evaluate.images import FileImages, TarImages, TarMember, find_images, image_source
 from powerclip.evaluate.metrics import KINDS
 from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Task
 
@@ -116,14 +116,32 @@ def read_csv(path: Path) -> CaptionRetrieval:
     return _retrieval(FileImages(list(captions)), list(captions.values()))
 
 
-def read_negatives(path: Path, images: Path | None = None) -> HardNegatives:
+def read_negatives(path: Path, images: Sequence[Path] = ()) -> HardNegatives:
     """Hard negatives in SugarCrepe's format; an item may say its `kind`, the file's name is the kind otherwise.
+
+    Images lie in `images/` or beside the file, or in the tars and folders that are named.
 
     Raises:
         UserError: it is not in that format, or all of its images are missing.
     """
-    images = images or (path.parent / "images" if (path.parent / "images").is_dir() else path.parent)
-    return _negatives(_read_items(path, path.stem, images), images)
+    folder = path.parent / "images" if (path.parent / "images").is_dir() else path.parent
+    items = _read_items(path, path.stem, folder)
+    if not images:
+        return _negatives(items, folder)
+    key_of = {item.image: split_member(item.image.name)[0] for item in items}
+    found = find_images(images, set(key_of.values()))
+    usable = [item for item in items if key_of[item.image] in found]
+    if not usable:
+        raise UserError(f"{', '.join(map(str, images))}: none of the images that {path} names is there")
+    index = {key: number for number, key in enumerate(dict.fromkeys(key_of[item.image] for item in usable))}
+    return HardNegatives(
+        image_source([found[key] for key in index]),
+        torch.tensor([index[key_of[item.image]] for item in usable]),
+        [item.caption for item in usable],
+        [item.negative for item in usable],
+        [item.kind for item in usable],
+        len(items) - len(usable),
+    )
 
 
 def read_sugarcrepe(folder: Path) -> HardNegatives:

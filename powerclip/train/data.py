@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
-from powerclip.train.inputs import existing_file, sidecar_folder
+from powerclip.train.inputs import Input, existing_file, sidecar_folder
 from powerclip.train.recipe import FLAT, DataSection, Recipe
 
 # Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.
@@ -164,6 +164,43 @@ def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSid
     if recipe.reads_trees:
         _check_sidecars(shards, "trees", data)
     return None, ""
+
+
+def annotations(recipe: Recipe, shards: Sequence[Path]) -> Iterator[Input]:
+    """Where the trees and the regions of a run come from, or why they are missing; for data that are there."""
+    data = recipe.data
+    if recipe.reads_trees:
+        yield _annotation("trees", lambda: _tree_source(recipe, shards))
+    if recipe.reads_masks:
+        yield _annotation("regions", lambda: _mask_source(shards, data))
+
+
+def _annotation(name: str, find: Callable[[], str]) -> Input:
+    try:
+        return Input(name, find())
+    except UserError as error:
+        return Input(name, "", problem=str(error))
+
+
+def _tree_source(recipe: Recipe, shards: Sequence[Path]) -> str:
+    data = recipe.data
+    if data.source == "scenes":
+        return "the scenes' own"
+    if data.source == "corpus" or data.trees == FLAT:
+        return corpus_trees(recipe, shards)[1].removeprefix("trees of ")
+    _check_sidecars(shards, "trees", data)
+    return _sidecars_found(shards, "trees", data)
+
+
+def _mask_source(shards: Sequence[Path], data: DataSection) -> str:
+    _check_sidecars(shards, "regions", data)
+    return _sidecars_found(shards, "regions", data)
+
+
+def _sidecars_found(shards: Sequence[Path], kind: Kind, data: DataSection) -> str:
+    folder = sidecar_folder(data)
+    found = len(find_sidecars(shards, kind, folder))
+    return f"{found:,} of {len(shards):,} sidecars {f'in {folder}' if folder else 'beside the shards'}"
 
 
 def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> None:

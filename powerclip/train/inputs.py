@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from powerclip.data.paths import expand_path, expand_pattern
@@ -40,6 +41,16 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
         yield from _find("data.sidecars", data.sidecars, _folder)
     yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
     yield from _find("evaluation.composition", evaluation.composition, _folder)
+    yield from _packages(recipe)
+
+
+def _packages(recipe: Recipe) -> Iterator[Input]:
+    """Optional packages that a run of `recipe` imports."""
+    needed = [("train.wandb", recipe.train.wandb, "wandb", "wandb")]  # setting, value, package, extra
+    for setting, value, package, extra in needed:
+        if value:
+            missing = f"the package {package} is not installed: pip install 'powerclip[{extra}]'"
+            yield Input(setting, f"{value}", problem=None if find_spec(package) else missing)
 
 
 def check_inputs(recipe: Recipe) -> None:

@@ -113,7 +113,7 @@ def make_towers(
     settings: TrainSection, objective: Objective, encoder: DualEncoder, device: torch.device, ranks: Ranks
 ) -> Towers:
     """The towers for a recipe's settings."""
-    sharded = settings.sharding == "full" and not ranks.is_single
+    sharded = settings.sharding != "none" and not ranks.is_single
     mode: CompileMode = "towers" if is_compiled(settings, device) else "none"
     if mode == "towers" and (sharded or settings.compile == "blocks"):
         mode = "blocks"

@@ -30,8 +30,8 @@ def test_supported_models_are_those_with_two_transformer_towers():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ViT-B-17", "no model or directory 'ViT-B-17'.*did you mean 'ViT-B-16'"),
-        ("runs/nowhere", "no model or directory 'runs/nowhere'"),
+        ("ViT-B-17", "no model 'ViT-B-17'.*did you mean 'ViT-B-16'"),
+        ("runs/nowhere", "no model 'runs/nowhere'"),
         ("RN50", "RN50: the image tower is a ResNet"),
         ("ViT-B-16-SigLIP", "the image tower is timm's vit_base"),
         ("roberta-ViT-B-32", "the text tower is Hugging Face's roberta-base"),
@@ -62,6 +62,24 @@ def test_weights_trained_with_quick_gelu_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr("powerclip.encoders.models.download", lambda entry, what: tmp_path / "weights")
     assert named("ViT-B-16", "openai").config["quick_gelu"] is True
     assert "quick_gelu" not in named("ViT-B-16", "laion2b_s34b_b88k").config
+
+
+def test_a_newer_release_may_list_models_without_an_image_tower_or_weights(monkeypatch):
+    import open_clip
+
+    def tags(name):
+        raise KeyError(name)
+
+    config = open_clip.get_model_config
+    monkeypatch.setattr(open_clip, "list_models", lambda: ["CLAP", "ViT-S-32-alt"])
+    monkeypatch.setattr(
+        open_clip, "get_model_config", lambda name: {"audio_cfg": {}} if name == "CLAP" else config(name)
+    )
+    monkeypatch.setattr(open_clip, "list_pretrained_tags_by_model", tags)
+    with pytest.raises(UserError, match=r"no model 'ViT-S-32-old'.*did you mean 'ViT-S-32-alt'"):
+        build("ViT-S-32-old")
+    with pytest.raises(UserError, match="no pretrained weights 'openai'.*known: none"):
+        build("ViT-S-32-alt/openai")
 
 
 def changed(part: str, **settings):
@@ -104,7 +122,7 @@ def test_a_config_that_does_not_work_is_explained(config, message):
 
 def test_a_model_is_a_name_or_a_config():
     for arguments in ({}, {"name": "ViT-B-16", "config": tiny_config()}):
-        with pytest.raises(UserError, match="one of the two"):
+        with pytest.raises(UserError, match="a model is given by its name"):
             build(**arguments)
 
 

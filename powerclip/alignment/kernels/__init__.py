@@ -6,6 +6,7 @@
 | `nla_all_cpu.py` | NLA of all pairs              | closed form, recomputed in blocks  | CPU        |
 | `nla_pairs.py`   | NLA of chosen pairs           | with the forward                   | NVIDIA GPU |
 | `exact_all.py`   | exact, of all pairs           | none; recomputed by the formulas   | NVIDIA GPU |
+| `exact_all_cpu.py`| exact, of all pairs          | winners counted again, in blocks   | CPU        |
 | `exact_pairs.py` | exact, of chosen pairs        | with the forward                   | NVIDIA GPU |
 | `split_halves.py`| (float32 as two float16)      | not needed                         | NVIDIA GPU |
 
