@@ -1,4 +1,4 @@
-"""`powerclip ground · evaluate · tables`."""
+"""`powerclip ground · evaluate · negatives · tables`."""
 
 from __future__ import annotations
 
@@ -120,6 +120,37 @@ def evaluate(
             again=again,
             quiet=quiet,
         )
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip negatives captions10k/val-000.tar -o negatives.json --corpus captions10k/train-000.tar\n"
+    "  powerclip evaluate negatives.json --images captions10k/val-000.tar --model my/model"
+)
+def negatives(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Captioned images: a tar, a folder of tars, or a .csv.", exists=True)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .json file to write.")] = Path("negatives.json"),
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--corpus", exists=True, help="More captions, as DATA, as evidence of what can be said; repeatable."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=2, help="Negatives of a kind.")] = 4000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice among possible negatives.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Make hard negatives from your captions: one change away from a caption, false of its image, and readable.
+
+    Nouns, attributes and prepositions are replaced, noun phrases and attributes exchanged. They come in couples, so
+    that a model without the image is right in half of them. The file has SugarCrepe's format.
+    """
+    with interruptible("nothing was written"):
+        from powerclip.evaluate.hard_negatives.command import write_negatives
+
+        write_negatives(data, output, corpus or (), most=most, seed=seed, quiet=quiet)
 
 
 @app.command(
