@@ -49,6 +49,7 @@ def ground(
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
     "  powerclip evaluate --model my/model --grounding flickr8k-val.jsonl.gz --images captions10k/val-000.tar\n"
     "  powerclip evaluate --model my/model --grid captions10k/val-000.tar     # grounding without boxes\n"
+    "  powerclip evaluate --model runs/quickstart/seed-0/powerclip/model --scenes 1000\n"
     "  powerclip evaluate --model my/model negatives.json --images captions10k/val-000.tar\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
@@ -79,6 +80,7 @@ def evaluate(
         list[Path] | None,
         typer.Option("--grid", help="Captioned images, as PATH: mosaics of four, no boxes needed; may be repeated."),
     ] = None,
+    scenes: Annotated[int, typer.Option("--scenes", min=0, help="Embedded test scenes: no data needed.")] = 0,
     suite: Annotated[
         str | None,
         typer.Option("--suite", help="paper, classification, retrieval, robustness, composition or probe."),
@@ -111,6 +113,7 @@ def evaluate(
             grounding=grounding or [],
             images=images or [],
             grid=grid or [],
+            scenes=scenes,
             suite=suite,
             data=data,
             datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],

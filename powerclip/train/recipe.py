@@ -58,7 +58,8 @@ class DataSection:
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards: how many are shuffled together
-    workers: NonNegativeInt = 1  # threads, of shards processes, that prepare batches ahead; 0: none
+    workers: NonNegativeInt = 1  # threads that prepare batches ahead, 0: none; processes for shards and, from 2, scenes
+    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
     strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
