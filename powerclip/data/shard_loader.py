@@ -12,8 +12,6 @@ Axes: C pairs
 
 from __future__ import annotations
 
-import signal
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.faults import FaultWatch
-from powerclip.data.loader import WORKER_KILLED, BatchLoader
+from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker
 from powerclip.data.pixels import Normaliser
 from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.shard_batches import BatchMaker, RawBatch
@@ -140,7 +138,7 @@ class ShardLoader(BatchLoader):
             num_workers=self.spec.workers,
             prefetch_factor=_PREFETCHED if self.spec.workers else None,
             pin_memory=self.spec.device.type == "cuda",
-            worker_init_fn=_begin_worker,
+            worker_init_fn=begin_worker,
         )
         batches = iter(loader)
         # The workers are there: a thread that fetches must not be, when they are forked.
@@ -204,11 +202,3 @@ class _ReturnsErrors:
             return self._maker[step]
         except UserError as error:
             return error
-
-
-def _begin_worker(_: int) -> None:
-    """Workers end with the process that they work for, not before: it may want to finish a step and save it."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
-    # Pillow would warn of odd images in every worker; those that matter are counted as faults.
-    warnings.filterwarnings("ignore", module="PIL")

@@ -73,7 +73,9 @@ class DataSection:
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
-    workers: NonNegativeInt = 1  # threads, of shards and tables processes, that prepare batches ahead; 0: none
+    # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
+    workers: NonNegativeInt = 1
+    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
     strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
