@@ -148,8 +148,11 @@ def note_squashing(recipe: Recipe, encoder: DualEncoder) -> None:
 def _checked_tokenizer(encoder: DualEncoder) -> CaptionTokenizer:
     """The encoder's tokenizer; UserError when it has tokens that the text tower does not."""
     tokenizer = tokenizer_for(encoder)
-    available = encoder.config["text_cfg"].get("vocab_size", CLIPTextCfg.vocab_size)
-    needed = getattr(tokenizer, "vocab_size", 0)  # Hugging Face's have no such attribute
+    text = encoder.config["text_cfg"]
+    if text.get("hf_model_name"):
+        return CaptionTokenizer(tokenizer)  # it comes with its own tower
+    available = text.get("vocab_size", CLIPTextCfg.vocab_size)
+    needed = getattr(tokenizer, "vocab_size", 0) or len(getattr(tokenizer, "tokenizer", ()))
     if available < needed:
         raise UserError(f"model.config: text_cfg.vocab_size is {available}, but the tokenizer has {needed} tokens")
     return CaptionTokenizer(tokenizer)

@@ -109,8 +109,8 @@ class DataCache:
 
     def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
         """A corpus of this cache, packed for batches."""
-        # The tokenizer's class is always open_clip's own; its context length is what can differ.
-        key = ("packed", id(corpus), tokenizer.context_length, nodes, device)
+        # CLIP's own tokenizer has no name; its context length is what can differ.
+        key = ("packed", id(corpus), tokenizer.name, tokenizer.context_length, nodes, device)
         return self._once(key, lambda: pack_corpus(corpus, tokenizer, nodes, device))
 
     def masks(self, corpus: Corpus, data: DataSection, device: torch.device) -> CorpusMasks:

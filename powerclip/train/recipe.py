@@ -223,7 +223,9 @@ class Recipe:
 
     def with_towers(self, config: dict[str, Any]) -> Recipe:
         """The same recipe with its towers written out and no weights: nothing has to be found or read for them."""
-        return replace(self, model=ModelSection(config=config))
+        text = config["text_cfg"]
+        own = {"hf_model_pretrained": False} if text.get("hf_model_name") else {}
+        return replace(self, model=ModelSection(config={**config, "text_cfg": {**text, **own}}))
 
     @property
     def knows_steps(self) -> bool:
