@@ -16,6 +16,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from torch import nn
 
 from powerclip.encoders.dual import DualEncoder
+from powerclip.encoders.timm_tower import timm_obstacle
 from powerclip.encoders.weights import download, load_weights
 from powerclip.errors import UserError, first_line, nearest
 
@@ -69,10 +70,18 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     config, source = blueprint.config, blueprint.source
     check_config(config, source)
     arguments = copy.deepcopy(config)
-    kind = open_clip.CustomTextCLIP if arguments.pop("custom_text", False) else open_clip.CLIP
+    custom = arguments.pop("custom_text", False) or bool(arguments["text_cfg"].get("hf_model_name"))
+    kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    if blueprint.fill is not None:
+        # Weights for the whole model follow: none need be fetched for its parts.
+        arguments["vision_cfg"] |= (
+            {"timm_model_pretrained": False} if config["vision_cfg"].get("timm_model_name") else {}
+        )
+        arguments["text_cfg"] |= {"hf_model_pretrained": False} if config["text_cfg"].get("hf_model_name") else {}
     try:
         clip = kind(**arguments)
-    except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    # OSError: a part's weights or config could not be fetched; KeyError: a kind of text encoder that open_clip lacks.
+    except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError, OSError, KeyError) as error:
         raise UserError(f"{source}: these towers cannot be built: {first_line(error)}") from error
     preprocess = merge_preprocess_dict(PreprocessCfg(), blueprint.preprocess)
     _check_preprocess(preprocess, source)
@@ -96,8 +105,8 @@ def tags_of(name: str) -> list[str]:
 
 
 def supported_models() -> list[str]:
-    """Names of the open_clip models whose towers are both plain transformers."""
-    return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+    """Names of the open_clip models that can be used: both towers have tokens."""
+    return [name for name in open_clip.list_models() if obstacle(open_clip.get_model_config(name)) is None]
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_config(config: object, source: str) -> None:
-    """Raise `UserError` when `config` is not an open_clip model config with ViT towers.
+    """Raise `UserError` when `config` is not an open_clip model config whose towers have tokens.
 
     Looks before anything is built: a timm or Hugging Face tower would start a download.
     """
@@ -131,9 +140,9 @@ def check_config(config: object, source: str) -> None:
     for part in ("vision_cfg", "text_cfg"):
         if not isinstance(config[part], dict):
             raise UserError(f"{source}: {part} is a mapping, not {type(config[part]).__name__}")
-    obstacle = _obstacle(config)
-    if obstacle is not None:
-        raise UserError(f"{source}: {obstacle}: choose a model with ViT towers, such as ViT-B-16")
+    reason = obstacle(config)
+    if reason is not None:
+        raise UserError(f"{source}: {reason}: choose a model with a vision transformer, such as ViT-B-16")
 
     top = [*inspect.signature(open_clip.CLIP).parameters, "custom_text"]
     _check_keys(config, [key for key in top if key not in ("cast_dtype", "output_dict")], source, "")
@@ -166,26 +175,24 @@ def _check_keys(given: dict[str, Any], known: list[str], source: str, where: str
 def _check_heads(config: dict[str, Any], source: str) -> None:
     vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
     text = open_clip.CLIPTextCfg(**config["text_cfg"])
-    for what, width, divisor in (
-        ("vision_cfg.width", vision.width, vision.head_width),
-        ("text_cfg.width", text.width, text.heads),
-    ):
+    own = [] if vision.timm_model_name else [("vision_cfg.width", vision.width, vision.head_width)]
+    own += [] if text.hf_model_name else [("text_cfg.width", text.width, text.heads)]
+    for what, width, divisor in own:
         if not isinstance(width, int) or not isinstance(divisor, int) or width < 1 or divisor < 1 or width % divisor:
             other = "vision_cfg.head_width" if what.startswith("vision") else "text_cfg.heads"
             raise UserError(f"{source}: {what} ({width}) must be a multiple of {other} ({divisor})")
 
 
-def _obstacle(config: dict[str, Any]) -> str | None:
+def obstacle(config: dict[str, Any]) -> str | None:
+    """Why a model of this config cannot be used, without building it; None when nothing speaks against it."""
     if "vision_cfg" not in config or "text_cfg" not in config:
         return "it has no image tower or no text tower"  # newer releases have models of sound too
-    if config["vision_cfg"].get("timm_model_name"):
-        return f"the image tower is timm's {config['vision_cfg']['timm_model_name']}"
-    if isinstance(config["vision_cfg"].get("layers"), list | tuple):
-        return "the image tower is a ResNet"
-    if config["text_cfg"].get("hf_model_name"):
-        return f"the text tower is Hugging Face's {config['text_cfg']['hf_model_name']}"
     if "multimodal_cfg" in config:
-        return "the model is a CoCa with a caption decoder"
+        return "it is a CoCa with a caption decoder"
+    if config["vision_cfg"].get("timm_model_name"):
+        return timm_obstacle(config["vision_cfg"])
+    if isinstance(config["vision_cfg"].get("layers"), list | tuple):
+        return "the image tower is a ResNet, which has no patch tokens"
     return None
 
 

@@ -26,7 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # some lengths, when the logits are low. Without a mask it is the fastest there is.
 MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-
 # The names of the attention layers in open_clip's blocks.
 _IN_BLOCK = re.compile(r"resblocks\.\d+\.attn$")
 
@@ -39,10 +38,10 @@ class Packed:
     A mask [C] says how many tokens of each row are there: the rest comes after them.
     """
 
-    in_proj_weight: Tensor
-    in_proj_bias: Tensor | None
-    num_heads: int
-    out_proj: nn.Linear
+    in_proj_weight: Any
+    in_proj_bias: Any
+    num_heads: Any
+    out_proj: Any
 
     def attend(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
         """The tokens [C, N, D] after they attended to each other."""
@@ -124,7 +123,8 @@ def use_packed_attention(towers: nn.Module) -> None:
         if type(module) is nn.MultiheadAttention and _is_plain(module):
             module.__class__ = SelfAttention
         elif _is_open_clips(module) and not _own_features(module):
-            module.__class__ = _packed_kind(type(module))
+            kind: Any = type(module)
+            module.__class__ = _packed_kind(kind)
     others = [m for name, m in towers.named_modules() if _IN_BLOCK.search(name) and not isinstance(m, Packed)]
     for reason in sorted({_why_not(module) for module in others}):
         _say_once(f"{len(others)} attention layers do not run the fast path ({reason}): slower, with the same results")
@@ -136,7 +136,7 @@ def _say_once(line: str) -> None:
 
 
 @functools.cache
-def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
+def _packed_kind(kind: Any) -> Any:
     return type(f"Packed{kind.__name__}", (OwnAttention, kind), {})
 
 

@@ -40,7 +40,8 @@ def preprocess_for(
 def tokenizer_for(model: DualEncoder) -> Tokenizer:
     """The open_clip tokenizer of `model`, which reads as many tokens as the model does.
 
-    A Hugging Face tokenizer is taken from the folder that the model was read from, or downloaded.
+    A Hugging Face tokenizer is taken from the folder that the model was read from, or downloaded. The model learns
+    from it which id pads captions.
     """
     directory = model.directory
     text = model.config["text_cfg"]
@@ -53,7 +54,7 @@ def tokenizer_for(model: DualEncoder) -> Tokenizer:
             raise UserError(f"text_cfg.tokenizer_kwargs: {first_line(error)}") from error
     stored = directory is not None and any(directory.glob("tokenizer*"))
     try:
-        return HFTokenizer(
+        tokenizer = HFTokenizer(
             str(directory) if stored else name,
             context_length=model.context_length,
             tokenizer_mode=text.get("tokenizer_mode"),
@@ -62,3 +63,7 @@ def tokenizer_for(model: DualEncoder) -> Tokenizer:
     # transformers, the hub and the network raise a dozen unrelated types.
     except Exception as error:
         raise UserError(f"could not get the tokenizer {directory if stored else name}: {first_line(error)}") from error
+    if tokenizer.tokenizer.pad_token_id is not None:
+        # A tower that reads the padding, as SigLIP's, was trained with the tokenizer's; configs do not name it.
+        model.pad_id = tokenizer.tokenizer.pad_token_id
+    return tokenizer

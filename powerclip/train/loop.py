@@ -17,7 +17,7 @@ from torch import Tensor
 from powerclip.data.batch import Batch
 from powerclip.data.keyed_random import key_of
 from powerclip.data.loader import DRAWS_VERSION, BatchLoader, killed_workers
-from powerclip.encoders import DualEncoder, load, save
+from powerclip.encoders import DualEncoder, load, save, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.objectives import Terms
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
@@ -210,7 +210,7 @@ class Trainer:
             last = self.take_steps()
             encoder = full_encoder(state.encoder).eval()
             if settings.save_model and self.ranks.is_main:
-                save(encoder, folder.model)
+                save(encoder, folder.model, tokenizer_for(encoder))
             scores = run_evaluation(self.evaluate, state) if self.evaluate else {}
             if scores:
                 self.log.write(settings.steps, scores)

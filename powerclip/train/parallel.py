@@ -181,6 +181,7 @@ def full_encoder(encoder: DualEncoder) -> DualEncoder:
 
     copy = assemble(Blueprint(encoder.config, "the model"))
     copy.clip.visual.preprocess_cfg = encoder.clip.visual.preprocess_cfg
+    copy.directory, copy.pad_id = encoder.directory, encoder.pad_id
     copy.load_state_dict(full_tensors(encoder.state_dict()))
     return copy.to(next(encoder.parameters()).device)
 
