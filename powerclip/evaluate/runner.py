@@ -137,8 +137,12 @@ def jobs_for_paths(
 
 def _scene_jobs(count: int, size: int) -> list[Job]:
     """The embedded scenes, drawn at the size that the model reads: their four tasks, and grounding with sets."""
-    tasks = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
-    return [Job(f"scenes {name}", f"scenes_{name}", lambda task=task: task, "scenes") for name, task in tasks.items()]
+    tasks: dict[str, Task] = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
+
+    def found(task: Task) -> Task:
+        return task
+
+    return [Job(f"scenes {name}", f"scenes_{name}", partial(found, task), "scenes") for name, task in tasks.items()]
 
 
 def _read_path(path: Path, images: Sequence[Path]) -> Task:
