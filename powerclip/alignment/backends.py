@@ -7,7 +7,7 @@
 | triton    | fused kernels that score and differentiate                                      | NVIDIA GPU |
 
 `auto` is `triton` on a GPU where the kernels support the settings, else `torch`. On a CPU `torch` has a closed form for
-NLA where `unsupported_setting` says None; elsewhere, and for exact scores, it computes the formulas of `reference`.
+NLA and for exact scores where `unsupported_setting` says None; elsewhere it computes the formulas of `reference`.
 
 Axes: M regions
 """
@@ -46,7 +46,7 @@ def unsupported_setting(config: AlignmentConfig) -> str | None:
     """Which of the settings has none of the closed forms that are scored and differentiated by hand; None if all do."""
     if not config.region_sets:
         return "scores sets of regions, and alignment.region_sets is false"
-    if config.largest_set > 1:
+    if config.largest_set > 1 and not config.divides_by_lengths:
         return f"knows alignment.largest_set 0 and 1, not {config.largest_set}"
     if config.aggregation == "nla":
         if config.t2r and not config.largest_set and config.t1 != "softplus":

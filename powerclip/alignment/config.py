@@ -46,7 +46,8 @@ class AlignmentConfig:
 
     # How regions and phrases are compared
     aggregation: Literal["nla", "exact"] = "nla"  # exact: the maxima themselves, R2T over all 2^M sets
-    similarity: Literal["sum", "mean"] = "mean"  # mean: p_B over its leaves, both aggregations over M
+    # mean: p_B over its leaves, both aggregations over M; cosine: of a set's sum with p_B, for aggregation exact
+    similarity: Literal["sum", "mean", "cosine"] = "mean"
     centre: Centre = "batch"  # which mean is subtracted from the patch features before pooling
     empty_set: bool = False  # whether the empty set is one of the 2^M sets of regions
     largest_set: NonNegativeInt = 1  # most regions in a phrase's best set (T2R); 0: any number, as printed
@@ -85,12 +86,19 @@ class AlignmentConfig:
         """The settings of a preset, `default` or `paper`, with some of them changed."""
         return cls(**{"preset": preset, **PRESETS.get(preset, {}), **overrides})  # an unknown one is refused below
 
+    @property
+    def divides_by_lengths(self) -> bool:
+        """Whether similarities of sets are divided by the sets' lengths. Single regions have length 1."""
+        return self.similarity == "cosine" and self.region_sets
+
     def __post_init__(self) -> None:
         validate(self, "alignment")
         if self.anneal and self.negatives != "k":
             raise ValueError(f"alignment.anneal needs negatives: k, which is what it lowers, not {self.negatives}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
+        if self.similarity == "cosine" and self.aggregation == "nla" and self.region_sets:
+            raise ValueError("alignment.similarity: cosine has no approximation: it needs aggregation: exact, not nla")
         if self.largest_set and self.t1 not in ("softplus", "relu"):
             raise ValueError(f"alignment.t1: {self.t1} needs largest_set: 0 (a bounded best set is found exactly)")
         if not self.empty_set and self.aggregation == "nla" and self.region_sets:

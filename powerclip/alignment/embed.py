@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.phrases import Phrases, leaf_rows, nodes_of_rows, single_tokens
+from powerclip.alignment.pooling import normalise
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.regions import embed_regions
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -21,7 +22,7 @@ class Parts:
     """Embedded regions and nodes of a batch."""
 
     regions: Tensor  # [C, M, D] φ(I | R_m), normalised
-    nodes: Tensor  # [T, D] p_B, or p_B divided by its number of leaves when similarities are means
+    nodes: Tensor  # [T, D] p_B, divided by its number of leaves when similarities are means, by its length for cosines
     segments: Segments  # which caption each node belongs to
 
 
@@ -39,4 +40,6 @@ def embed_parts(
     leaves = leaf_rows(words, phrases, centred=config.centre != "none", ranks=ranks)
     segments = phrases.node_segments
     nodes = nodes_of_rows(leaves, phrases, segments, mean=config.similarity == "mean")
+    if config.similarity == "cosine":
+        nodes = normalise(nodes)
     return Parts(embed_regions(patches, masks, config.centre, ranks), nodes, segments)

@@ -84,3 +84,22 @@ def embed_region_sets(regions: Tensor, *, empty: bool = True) -> Tensor:
     """Eq. 1: r_A [C, 2^M, D] for every set A of regions, the sum of its members' embeddings."""
     subsets = subset_matrix(regions.shape[1], empty=empty, device=regions.device)
     return subsets.to(regions.dtype) @ regions
+
+
+# Unit vectors whose sum is shorter cancel each other: what is left is rounding and has no direction.
+SHORTEST_SET = 1e-3
+
+
+def inverse_set_lengths(regions: Tensor) -> Tensor:
+    """1/|r_A| [C, 2^M] of every set A of regions [C, M, D], from their Gram matrix; 0 for the empty set.
+
+    It is 0 as well for sets shorter than SHORTEST_SET, and constant there: their cosine with anything is 0.
+    """
+    count = regions.shape[1]
+    subsets = subset_matrix(count, device=regions.device).to(regions.dtype)
+    first, second = torch.triu_indices(count, count, device=regions.device)
+    # |r_A|² = Σ_{m ≤ n ∈ A} (2 − [m = n])·⟨φ_m, φ_n⟩: one product, and nothing of 2^M × D.
+    pairs = subsets[:, first] * subsets[:, second] * torch.where(first == second, 1, 2)
+    squares = (regions @ regions.mT)[:, first, second] @ pairs.T
+    long = squares > SHORTEST_SET**2
+    return torch.where(long, torch.where(long, squares, 1.0).rsqrt(), 0.0)

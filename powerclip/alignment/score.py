@@ -5,9 +5,9 @@
 | backend   | all pairs, NLA             | all pairs, exact                      | selected pairs             |
 |-----------|----------------------------|---------------------------------------|----------------------------|
 | reference | the formulas               | the formulas                          | the formulas               |
-| torch     | CPU: `nla_all_cpu`,        | the formulas                          | the formulas               |
+| torch     | CPU: `nla_all_cpu`,        | CPU: `exact_all_cpu`, GPU: formulas   | the formulas               |
 |           | GPU: the formulas compiled |                                       |                            |
-| triton    | `nla_all`                  | `exact_all`, gradient by the formulas | `nla_pairs`, `exact_pairs` |
+| triton    | `nla_all`                  | `exact_all`, `exact_all_grad`         | `nla_pairs`, `exact_pairs` |
 
 Axes: C pairs of the batch · T nodes of all captions · B images · M regions · S captions · n selected pairs · D width
 """
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from powerclip.alignment.backends import choose_backend
 from powerclip.alignment.config import AlignmentConfig
-from powerclip.alignment.kernels import nla_all_cpu
+from powerclip.alignment.kernels import exact_all_cpu, nla_all_cpu
 from powerclip.alignment.nla import nla_t1, nla_t2
-from powerclip.alignment.powerset import exact_r2t
+from powerclip.alignment.powerset import best_node_mean, best_set_mean, exact_r2t, set_similarities
 from powerclip.alignment.ragged import Rows, Segments, segment_logsumexp, segment_max, segment_mean
 from powerclip.alignment.recompute import ScoreImpl, by_autograd, recompute
+from powerclip.alignment.regions import inverse_set_lengths, subset_matrix
 
 # Most elements of the largest intermediate of one block of images: 512 MB in float32.
 BLOCK_ELEMENTS = 2**27
@@ -43,8 +44,11 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
     backend = choose_backend(config, regions.device)
     if backend == "triton":
         return _score_all_triton(regions, nodes, segments, config)
-    if backend == "torch" and not regions.is_cuda and nla_all_cpu.supports(config):
-        return nla_all_cpu.nla_all_cpu(regions, nodes, segments, config)
+    if backend == "torch" and not regions.is_cuda:
+        if nla_all_cpu.supports(config):
+            return nla_all_cpu.nla_all_cpu(regions, nodes, segments, config)
+        if exact_all_cpu.supports(config):
+            return exact_all_cpu.exact_all_cpu(regions, nodes, segments, config)
     # Exact scores are not compiled: inductor of torch 2.11 fails on 2^M.
     compiled = backend == "torch" and regions.is_cuda and config.aggregation == "nla"
     score = _compiled_score_block() if compiled else _score_block
@@ -54,14 +58,19 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
 
 def _score_all_triton(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     # Kernels are imported where they run, so that others need no Triton.
+    needs_gradient = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
     if config.aggregation == "exact":
         from powerclip.alignment.kernels.exact_all import exact_all
+        from powerclip.alignment.kernels.exact_all_grad import exact_all_with_gradient, supports
 
+        if not needs_gradient:
+            return exact_all(regions, nodes, segments, config)
+        if supports(segments):
+            return exact_all_with_gradient(regions, nodes, segments, config)
         impl = ScoreImpl(exact_all, by_autograd(_score_block), _block_size(regions, nodes, config))
         return recompute(regions, nodes, segments, config, impl)
     from powerclip.alignment.kernels.nla_all import nla_all, nla_forward_blocked
 
-    needs_gradient = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
     return (nla_all if needs_gradient else nla_forward_blocked)(regions, nodes, segments, config)
 
 
@@ -69,7 +78,7 @@ def score_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of selected pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1 (no pair)."""
-    if choose_backend(config, regions.device) == "triton":
+    if choose_backend(config, regions.device) == "triton" and not config.divides_by_lengths:
         if config.aggregation == "exact":
             from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
         else:
@@ -77,7 +86,10 @@ def score_pairs(
         return kernel(regions, nodes, segments, image, caption, config)
     q, _ = pair_similarities(regions, nodes, segments, image.clamp(min=0), caption)
     rows = Rows(segments.lengths[caption], segments.longest)
-    score = aggregate(q.flatten(0, 1).unsqueeze(1), rows, config).squeeze(-1)
+    inverse: Tensor | None = None
+    if config.divides_by_lengths:
+        inverse = inverse_set_lengths(regions)[image.clamp(min=0)].repeat_interleave(segments.longest, 0).unsqueeze(1)
+    score = aggregate(q.flatten(0, 1).unsqueeze(1), rows, config, inverse).squeeze(-1)
     # Where there is no pair, the similarities are another pair's: their score and its gradient are finite.
     return torch.where(image >= 0, score, 0.0)
 
@@ -86,8 +98,10 @@ def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, 
     """Whether all pairs' scores are to be differentiated, or cost less than the matched pairs and 2k negatives each."""
     if config.gradient == "autograd":
         return True
-    if config.aggregation == "exact" or choose_backend(config, regions.device) != "triton":
+    if choose_backend(config, regions.device) != "triton":
         return False
+    if config.aggregation == "exact":
+        return config.divides_by_lengths  # no kernel scores selected pairs by cosine
     from powerclip.alignment.kernels.nla_all import keeps_similarities
 
     images, count, _ = regions.shape
@@ -104,10 +118,27 @@ def pair_similarities(
     return nodes[members[caption]] @ regions[image].mT, real[caption]
 
 
-def aggregate(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
-    """S̄ (or Q̄ when exact) [S, B] of the similarities q [T, B, M] of nodes with single regions."""
+def aggregate(q: Tensor, segments: Segments | Rows, config: AlignmentConfig, inverse: Tensor | None = None) -> Tensor:
+    """S̄ (or Q̄ when exact) [S, B] of the similarities q [T, B, M] of nodes with single regions.
+
+    Cosines need the inverse lengths of all sets too, [B, 2^M] or [T, B, 2^M].
+    """
+    if inverse is not None:
+        return _aggregate_cosines(q, inverse, segments, config)
     terms = [_t2r(q, segments, config)] if config.t2r else []
     terms += [_r2t(q, segments, config)] if config.r2t else []
+    return torch.stack(terms).sum(0)
+
+
+def _aggregate_cosines(q: Tensor, inverse: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tensor:
+    """Q̄ [S, B] of sets by cosine: every set is enumerated for T2R too, which has no closed form."""
+    of_sets = set_similarities(q, empty_set=config.empty_set)
+    of_sets = of_sets * inverse[..., -of_sets.shape[-1] :]
+    terms = [best_node_mean(of_sets, segments)] if config.r2t else []
+    if config.t2r:
+        sizes = subset_matrix(q.shape[-1], empty=config.empty_set, device=q.device).sum(-1)
+        bounded = of_sets[..., sizes <= config.largest_set] if config.largest_set else of_sets
+        terms += [best_set_mean(bounded, segments)]
     return torch.stack(terms).sum(0)
 
 
@@ -140,7 +171,8 @@ def _r2t(q: Tensor, segments: Segments | Rows, config: AlignmentConfig) -> Tenso
 def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     images, count, width = regions.shape
     q = (nodes @ regions.reshape(-1, width).T).view(len(nodes), images, count)
-    return aggregate(q, segments, config).T
+    inverse = inverse_set_lengths(regions) if config.divides_by_lengths else None
+    return aggregate(q, segments, config, inverse).T
 
 
 def _block_size(regions: Tensor, nodes: Tensor, config: AlignmentConfig) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from powerclip.cli.process import interruptible
+from powerclip.cli.process import interruptible, table_columns
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -15,8 +15,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 @app.command(
     epilog="\b\nExamples:\n"
     '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
-    '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 '
-    '--tree "(NP (NP a dog) (PP on (NP a chair)))" -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 --pretrained laion2b_s34b_b88k -o chair.png\n'
+    '  powerclip ground dog.jpg "a dog on a chair" -m runs/a/model --tree "(NP (NP a dog) (PP on (NP a chair)))"\n'
     '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
 )
 def ground(
@@ -25,25 +25,34 @@ def ground(
         list[str], typer.Argument(metavar="CAPTION…", help="What to look for in it: a caption, and edits of it.")
     ],
     model: Annotated[
-        list[str], typer.Option("--model", "-m", help="A model folder, or an open_clip model name; may be repeated.")
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated.",
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
         list[str] | None,
-        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it each word stands alone."),
+        typer.Option("--tree", help="A caption's parse tree in Penn brackets; without it the caption is parsed."),
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option("--pretrained", help="A tag of open_clip's weights, or a file with weights.")
     ] = None,
 ) -> None:
     """Draw heatmaps of where models locate captions and each of their phrases."""
     with interruptible("nothing was written"):
-        from powerclip.evaluate.ground import ground as ground_image
+        from powerclip.evaluate.ground_figure import draw_grounding
 
-        written = ground_image(image, captions, model, output, brackets=tree or None)
+        written = draw_grounding(image, captions, model, output, brackets=tree or None, pretrained=pretrained)
     print(f"heatmaps: {written}")
 
 
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip evaluate photos/ captions.csv --model runs/quickstart/seed-0/powerclip/model\n"
+    "  powerclip evaluate captions.csv --image-column photo --caption-column title --model my/model\n"
     "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
     "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
@@ -54,11 +63,16 @@ def ground(
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model folder, or an open_clip model name.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME."
+        ),
+    ],
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATH…", help="Your own data: class folders, .csv of captions, .json of hard negatives, tars."
+            metavar="PATH…", help="Your own data: class folders, tables of captions, .json of hard negatives, tars."
         ),
     ] = None,
     pretrained: Annotated[
@@ -95,6 +109,12 @@ def evaluate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not cache embeddings.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite again.")] = False,
+    image_column: Annotated[
+        str, typer.Option("--image-column", help="Of a table: the column that holds images. [default: by its head]")
+    ] = "",
+    caption_column: Annotated[
+        list[str] | None, typer.Option("--caption-column", help="Of a table: one that holds captions; may be repeated.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Measure a model on your own data or on the paper's benchmarks.
@@ -122,6 +142,7 @@ def evaluate(
             cache=not no_cache,
             again=again,
             quiet=quiet,
+            columns=table_columns(image_column, caption_column),
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from powerclip.data.columns import Columns
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
@@ -29,7 +30,7 @@ from powerclip.evaluate.grid import read_grid
 from powerclip.evaluate.readers import read_negatives, read_path
 from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
-from powerclip.evaluate.tasks import Grounding, Scored, Task
+from powerclip.evaluate.tasks import CaptionRetrieval, Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, print_line
@@ -73,6 +74,7 @@ def evaluate_model(
     cache: bool = True,
     again: bool = False,
     quiet: bool = False,
+    columns: Columns | None = None,
 ) -> Evaluated:
     """Load the model and evaluate it on what is named: paths, boxes, phrases, mosaics, a suite.
 
@@ -85,7 +87,7 @@ def evaluate_model(
         # Cheap checks come first, before the model is loaded.
         of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
         own = ranks.raise_on_all(
-            lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, any_other=scenes > 0)
+            lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, columns, any_other=scenes > 0)
         )
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
@@ -115,17 +117,19 @@ def jobs_for_paths(
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
     grid: Sequence[Path] = (),
+    columns: Columns | None = None,
 ) -> list[Job]:
     """One job for each path of the user's own data, named after it.
 
     `pointing` are files of boxes, `grounding` those of captions' phrases, `grid` captioned images for mosaics. The
-    images of phrases and of hard negatives are in `images`.
+    images of phrases and of hard negatives are in `images`; `columns` are those of tables.
     """
     jobs: list[Job] = []
-    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, partial(_read_path, images=images)) for path in paths]
+    read_own = partial(_read_path, images=images, columns=columns)
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_own) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
-    readers += [(path, read_grid) for path in grid]
+    readers += [(path, partial(read_grid, columns=columns)) for path in grid]
     # A user's own data never pass for a dataset of the paper.
     taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
     for path, read in readers:
@@ -145,9 +149,11 @@ def _scene_jobs(count: int, size: int) -> list[Job]:
     return [Job(f"scenes {name}", f"scenes_{name}", partial(found, task), "scenes") for name, task in tasks.items()]
 
 
-def _read_path(path: Path, images: Sequence[Path]) -> Task:
+def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:
     """The benchmark at a path; hard negatives find their images in `images`, where these are named."""
-    return read_negatives(path, images) if images and path.suffix.lower() == ".json" else read_path(path)
+    if images and path.suffix.lower() == ".json":
+        return read_negatives(path, images)
+    return read_path(path, columns=columns)
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -258,6 +264,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     if is_grounding and (without := counts["phrases"] - counts["phrases with sets"]):
         notes.append(f"no sets for {without:,} phrases of images with one box or more than {Grounding.most_regions}")
+    notes += [records[0]["powerclip"]["note"]] if "note" in records[0]["powerclip"] else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -315,6 +322,7 @@ def _own_jobs(
     images: Sequence[Path],
     grid: Sequence[Path],
     suite: str | None,
+    columns: Columns | None,
     any_other: bool,
 ) -> list[Job]:
     """The jobs of the user's own data; there may be none beside a suite, or beside any other."""
@@ -335,7 +343,7 @@ def _own_jobs(
         for path in files:
             if not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-    return jobs_for_paths(paths, pointing, grounding, images, grid)
+    return jobs_for_paths(paths, pointing, grounding, images, grid, columns)
 
 
 def _suite_jobs(suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
@@ -372,6 +380,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         "weights": embedder.digest.hex(),
         "data": job.where,
     }
+    if isinstance(task, CaptionRetrieval) and task.note:
+        about["note"] = task.note
     return [
         {
             "dataset": f"{job.name}/{part}" if part else job.name,
