@@ -3,14 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["load", "save"]
+__all__ = ["ground", "load", "save"]
 
 if TYPE_CHECKING:
     from powerclip.encoders import load, save
+    from powerclip.evaluate.ground import ground
 
 
 def __getattr__(name: str) -> Any:
-    # open_clip takes seconds to import: only those who load or save a model pay for it.
+    # open_clip takes seconds to import: only those who use a model pay for it.
+    if name == "ground":
+        from powerclip.evaluate.ground import ground
+
+        return ground
     if name in __all__:
         from powerclip import encoders
 

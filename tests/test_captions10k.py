@@ -23,6 +23,7 @@ TINY = [
     "model.config.text_cfg.layers=1",
     "train.device=cpu",
     "train.steps=3",
+    "optim.warmup=0",
 ]
 
 

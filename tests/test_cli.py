@@ -15,6 +15,8 @@ from powerclip import cli
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 from powerclip.train.metrics import read_metrics
+from powerclip.train.recipe import Recipe
+from powerclip.train.run_folder import RunFolder
 
 ROOT = Path(powerclip.__file__).parents[1]
 TINY = [
@@ -22,6 +24,7 @@ TINY = [
     "text_cfg: {context_length: 40, width: 8, heads: 1, layers: 1}}",
     "regions.count=3",
     "train.steps=3",
+    "optim.warmup=0",
     "train.batch_size=4",
     "train.device=cpu",
     "train.evaluate_every=2",
@@ -162,15 +165,17 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         cli.main()
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_exits_as_shells_expect(tmp_path, monkeypatch, capsys):
-    def interrupted(*_: object, **__: object) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupted_run_says_how_to_go_on_and_exits_as_shells_expect(tmp_path, monkeypatch, capsys, begun):
+    def interrupted(recipe: Recipe, folder: Path, **__: object) -> None:
+        if begun:
+            RunFolder(folder).begin(recipe)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("powerclip.train.loop.train", interrupted)
     code, error = call(monkeypatch, capsys, "train", "--recipe", "quickstart/clip", "--output", tmp_path / "run")
     assert code == 130
-    assert "--resume" in error
-    assert str(tmp_path / "run") in error
+    assert ("--resume" in error, str(tmp_path / "run") in error) == (begun, begun)
 
 
 def test_an_index_is_not_silently_kept_somewhere_else(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -12,7 +15,51 @@ import yaml
 from powerclip.runtime.signals import EXIT_PREEMPTED
 from powerclip.train.recipe import find_recipe
 
-LAUNCH = Path(__file__).resolve().parents[1] / "docs" / "launch"
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "docs" / "launch"
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+def docker_instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions with their arguments, continued lines joined and comments left out."""
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if line.strip() and not line.startswith("#"))
+    pairs = (line.split(maxsplit=1) for line in re.sub(r"\\\n\s*", " ", text).splitlines())
+    return [(instruction, rest) for instruction, rest in pairs]
+
+
+def test_the_dockerfile_is_well_formed_and_its_shell_commands_are():
+    instructions = docker_instructions()
+    assert {instruction for instruction, _ in instructions} <= INSTRUCTIONS
+    for instruction, rest in instructions:
+        if instruction == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+            assert "sudo" not in rest
+        if instruction == "FROM":
+            assert re.search(r":[\w.-]+( AS \w+)?$", rest), f"{rest}: an image without a version changes by itself"
+            assert ":latest" not in rest
+        if instruction in ("CMD", "ENTRYPOINT"):
+            assert all(isinstance(word, str) for word in json.loads(rest))
+
+
+def test_the_image_copies_what_is_there_and_sent_and_runs_powerclip_as_a_plain_user():
+    instructions = docker_instructions()
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
+    copied = [shlex.split(rest)[:-1] for instruction, rest in instructions if instruction == "COPY"]
+    own = {name for names in copied if not names[0].startswith("--from") for name in names}
+    assert own == sent
+    assert all((ROOT / name).exists() for name in own)
+    assert dict(instructions)["ENTRYPOINT"] == '["powerclip"]'
+    users = [rest for instruction, rest in instructions if instruction == "USER"]
+    assert users
+    assert users[-1].split(":")[0] not in ("root", "0")
+
+
+def test_the_image_holds_all_that_the_wheel_is_made_of():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    parts = {*build["targets"]["wheel"]["packages"], *build["targets"]["wheel"]["force-include"]}
+    copied = " ".join(rest for instruction, rest in docker_instructions() if instruction == "COPY").split()
+    assert parts <= set(copied)
 
 
 def test_the_slurm_script_is_a_script_that_queues_a_stopped_job_again():

@@ -15,7 +15,7 @@ model:
     embed_dim: 16
     vision_cfg: {image_size: 16, patch_size: 8, width: 16, layers: 1, head_width: 8}
     text_cfg: {context_length: 40, vocab_size: 49408, width: 8, heads: 1, layers: 1}
-optim: {lr: 1e-3, warmup: 2}
+optim: {lr: 1e-3, warmup: 1}
 regions: {count: 3}
 train: {steps: 12, batch_size: 4, device: cpu, log_every: 2, checkpoint_every: 5}
 """

@@ -1,7 +1,7 @@
 """Train on a Ray cluster: one process for each GPU, all of them started again when a node is lost.
 
     python docs/launch/ray_train.py recipes/powerclip_r_b16_cc12m.yaml /shared/runs/powerclip-r --ranks 64
-    python docs/launch/ray_train.py quickstart/clip runs/ray --ranks 2 --cpu train.steps=20    # to try it out
+    python docs/launch/ray_train.py quickstart/clip runs/ray --ranks 2 --cpu train.steps=40    # to try it out
 
 The run folder and the data must lie where all nodes see them. Nothing but Ray itself is needed (`pip install ray`).
 """

@@ -1,4 +1,4 @@
-"""The command line: `powerclip annotate · index · train · compare · quickstart · ground · evaluate · tables · analyse`.
+"""The command line, by subject: data (annotate, index, pack), training, evaluation, the live page, analyses, export.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -16,7 +16,10 @@ import typer
 from powerclip import __version__
 from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
+from powerclip.cli import demo as demonstration
 from powerclip.cli import evaluate as evaluation
+from powerclip.cli import export as exports
+from powerclip.cli import models as catalogue
 from powerclip.cli import train as training
 from powerclip.cli.process import is_other_rank
 from powerclip.errors import UserError
@@ -85,7 +88,7 @@ def options(
     """Options before the command."""
 
 
-for subject in (annotation, training, evaluation, analyses):
+for subject in (annotation, training, evaluation, demonstration, analyses, catalogue, exports):
     app.add_typer(subject.app)
 
 

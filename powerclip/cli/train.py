@@ -1,4 +1,4 @@
-"""`powerclip train · compare · quickstart`."""
+"""`powerclip train · blend · compare · quickstart`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,15 @@ def train(
     changes = [override for override in overrides or () if not (auto and override == "auto")]
     loaded = load_recipe(recipe, [*changes, *(["data.strict=true"] if strict else [])])
     folder = output or Path("runs") / find_recipe(recipe).stem
-    with interruptible(f"continue with the same command and --resume (the run is in {folder})"):
+
+    def advice() -> str:
+        from powerclip.train.run_folder import RunFolder
+
+        if not dry_run and RunFolder(folder).continues(loaded):
+            return f"continue with the same command and --resume (the run is in {folder})"
+        return "no run was begun: the same command starts again"
+
+    with interruptible(advice):
         if dry_run:
             from powerclip.train.dry_run import dry_run as print_dry_run
 
@@ -88,7 +96,10 @@ def train(
 )
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Study files, or recipes to compare.")
+        list[str],
+        typer.Argument(
+            metavar="STUDY…|RECIPE… [KEY=VALUE…]", help="Studies or recipes: files, or names of shipped ones."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -163,6 +174,34 @@ def compare(
         with start_processes(processes, [study]) as pool:
             options = RunOptions(keep_models=keep_models, quiet=quiet, processes=pool)
             compare_study(study, folder, seed_numbers, options, test or ())
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip blend ViT-B-16/openai runs/mine -o models/between\n"
+    "  powerclip blend models/start runs/mine --share 0.3 -o models/mostly-start"
+)
+def blend(
+    first: Annotated[str, typer.Argument(metavar="A", help="The model that training started from.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The model that came of it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    share: Annotated[
+        float, typer.Option("--share", min=0, max=1, help="How far to go from A to B: 0 is A, 1 is B.")
+    ] = 0.5,
+) -> None:
+    """Average the weights of two models with the same towers (WiSE-FT).
+
+    Between a pretrained model and the same model fine-tuned there is often one that has most of what was learned and
+    has lost less of what was known. Both are models as every command takes them; the folder is an open_clip model.
+    """
+    check_one_process("blend")
+    with interruptible("nothing was written"):
+        from powerclip.encoders import load, save
+        from powerclip.encoders.blend import blend as average
+
+        (one, _, tokenizer), (other, _, _) = load(first), load(second)
+        save(average(one, other, share), output, tokenizer)
+    print(f"{output}: {1 - share:g} of {first} and {share:g} of {second}")
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -83,7 +83,8 @@ def run_quickstart(
     for name, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("seed", seed, 0)):
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
-    overrides = [f"train.steps={steps}"] if steps is not None else []
+    # The recipes warm up for a tenth of their steps.
+    overrides = [f"train.steps={steps}", f"optim.warmup={steps // 10}"] if steps is not None else []
     overrides += [f"evaluation.scenes={scenes}"] if scenes is not None else []
     study = replace(read_study(RECIPES, overrides), about=f"{TITLE}.", layout=LAYOUT)
     numbers = range(seed, seed + seeds)

@@ -33,6 +33,7 @@ from powerclip.errors import UserError
 from powerclip.report.curves_page import curves_page
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
+from powerclip.runtime.lock import LOCK_FILE
 from powerclip.runtime.progress import duration, print_line
 from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import describe
@@ -316,19 +317,20 @@ def copy_run(source: RunFolder, folder: RunFolder, recipe: Recipe, *, model: boo
     Raises:
         UserError: the folder holds something that is not a run, or a file could not be copied.
     """
-    folder.check_free(overwrite=True)
-    folder.begin(recipe)
-    skipped = {source.results, source.checkpoints} | (set() if model else {source.model})
-    try:
-        shutil.copytree(
-            source.root,
-            folder.root,
-            ignore=lambda inside, names: {name for name in names if Path(inside, name) in skipped},
-            dirs_exist_ok=True,
-        )
-    except shutil.Error as error:  # one entry for each file: its path, the copy's, why
-        raise UserError(f"{source.root} could not be copied: {error.args[0][0][2]}") from None
-    write_atomic(folder.results, source.results.read_bytes())  # last, as a run does: now it is finished
+    skipped = {source.results, source.checkpoints, source.root / LOCK_FILE} | (set() if model else {source.model})
+    with folder.lock():
+        folder.check_free(overwrite=True)
+        folder.begin(recipe)
+        try:
+            shutil.copytree(
+                source.root,
+                folder.root,
+                ignore=lambda inside, names: {name for name in names if Path(inside, name) in skipped},
+                dirs_exist_ok=True,
+            )
+        except shutil.Error as error:  # one entry for each file: its path, the copy's, why
+            raise UserError(f"{source.root} could not be copied: {error.args[0][0][2]}") from None
+        write_atomic(folder.results, source.results.read_bytes())  # last, as a run does: now it is finished
 
 
 def _check_models(study: Study, output: Path, seeds: Sequence[int], shared: FinishedRuns) -> None:

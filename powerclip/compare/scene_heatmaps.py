@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from powerclip.data.scenes import Scene, render, test_scenes
 from powerclip.data.tokens import CaptionTokenizer
-from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.ground import caption_heatmaps
-from powerclip.evaluate.scenes import scene_images
+from powerclip.encoders import preprocess_for
+from powerclip.evaluate.ground import GroundingModel, ground
+from powerclip.evaluate.scenes import draw
 from powerclip.report.heatmaps import Panel, Row
 
 if TYPE_CHECKING:
@@ -21,14 +21,15 @@ PHRASES = (3, 5)  # fewest and most phrases beside the caption: enough to compar
 
 def scene_rows(encoders: Mapping[str, DualEncoder], shown: int = SHOWN) -> list[Row]:
     """For each of the first fitting test scenes, a row for each model: the caption, then each phrase of its tree."""
-    embedders = {name: Embedder(encoder, CaptionTokenizer()) for name, encoder in encoders.items()}
+    models = [
+        GroundingModel(name, encoder, preprocess_for(encoder), CaptionTokenizer()) for name, encoder in encoders.items()
+    ]
     rows = []
     for scene in _fitting(shown):
-        for position, (name, embedder) in enumerate(embedders.items()):
-            image = render([scene], 4 * embedder.encoder.image_size[0])[0]
+        for position, model in enumerate(models):
+            image = render([scene], 4 * model.encoder.image_size[0])[0]
             caption = scene.caption if position == 0 else ""
-            panels = _panels(embedder, scene)
-            rows.append(Row(image, panels, name, caption, continues=position > 0))
+            rows.append(Row(image, _panels(model, scene), model.name, caption, continues=position > 0))
     return rows
 
 
@@ -45,12 +46,12 @@ def _fitting(count: int) -> list[Scene]:
     return fitting[:count]
 
 
-def _panels(embedder: Embedder, scene: Scene) -> list[Panel]:
-    pixels = scene_images(embedder.encoder, [scene])[0]
-    phrases, heat = caption_heatmaps(embedder, pixels, scene.caption, scene.tree)
+def _panels(model: GroundingModel, scene: Scene) -> list[Panel]:
+    drawn = draw([scene], model.encoder.image_size[0])
+    found = ground(model, drawn.decode(drawn.read(0)), scene.caption, tree=scene.tree)
     # Phrases of a scene that read the same name the same object.
     boxes = {scene.caption[span.start : span.end]: box for span, box in scene.phrase_boxes}
     return [
-        Panel(phrase if number else "whole caption", values, boxes.get(phrase))
-        for number, (phrase, values) in enumerate(zip(phrases, heat, strict=True))
+        Panel("whole caption", found.heatmap, boxes.get(scene.caption)),
+        *(Panel(phrase.text, phrase.heatmap, boxes.get(phrase.text)) for phrase in found.phrases[1:]),
     ]

@@ -28,19 +28,9 @@ def paired_error(ours: Sequence[float], baseline: Sequence[float]) -> float | No
 
 
 def two_sided_p(t: float, freedom: int) -> float:
-    """P(|T| ≥ |t|) for Student's T with a whole number of degrees of freedom.
+    """P(|T| ≥ |t|) for Student's T with so many degrees of freedom."""
+    from scipy.special import stdtr
 
-    For whole numbers the distribution is a finite sum in θ = atan(t/√ν) (Abramowitz and Stegun 26.7.3 and 26.7.4).
-    """
     if freedom < 1:
         raise ValueError(f"at least one degree of freedom is needed, not {freedom}")
-    angle = math.atan2(abs(t), math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = 0.0
-    for k in range(1 + odd, freedom, 2):  # cos + 2/3 cos³ + …, or 1 + 1/2 cos² + …
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    within = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1 - within))
+    return float(2 * stdtr(freedom, -abs(t)))

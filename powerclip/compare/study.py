@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.errors import UserError, nearest
+from powerclip.runtime.shipped import find_yaml
 from powerclip.settings import parse_yaml
 from powerclip.train.recipe import Recipe, find_recipe, load_recipe
 from powerclip.train.results import Results
@@ -109,7 +110,7 @@ def read_study(files: Sequence[str], overrides: Sequence[str] = ()) -> Study:
     if not files:
         raise UserError("name a study file, or two recipes to compare")
     if len(files) == 1:
-        return _from_file(_find(files[0]), overrides)
+        return _from_file(find_study(files[0]), overrides)
     settings = []
     for name in files:
         path = find_recipe(name)
@@ -175,9 +176,10 @@ def read_studies(files: Sequence[str], overrides: Sequence[str] = (), only: Sequ
 
 
 def _is_study(name: str) -> bool:
-    """Whether a study lies at that path, rather than a recipe or nothing; UserError when it is not YAML."""
-    path = Path(name)
-    if not path.is_file():
+    """Whether that is a study, rather than a recipe or nothing; UserError when it is not YAML."""
+    try:
+        path = find_study(name)
+    except UserError:
         return False
     content: Any = parse_yaml(_text(path), name)
     return isinstance(content, Mapping) and "settings" in content
@@ -218,11 +220,9 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: not a text file") from None
 
 
-def _find(name: str) -> Path:
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"no study file {name}")
-    return path
+def find_study(name: str) -> Path:
+    """A study's file: the path as given, else a study that ships with the package (`learning/rate`)."""
+    return find_yaml(name, "studies")
 
 
 def _base(name: Any, path: Path) -> Path:

@@ -78,7 +78,7 @@ class CorpusLoader(BatchLoader):
             regions = self.masks.choose(sent, crops, self._send(mask_draws), regions, spec.grid)
         return Batch(
             images=self.crop_images(sent, crops),
-            tokens=self._send(take_tokens(corpus.tokens, captions, length)),
+            tokens=self._send(take_tokens(corpus.tokens, captions, length, corpus.pad_id)),
             regions=regions,
             phrases=take_phrases(corpus.phrases, captions, length).map(self._send),
             keys=[corpus.keys[image] for image in images.tolist()],
@@ -119,6 +119,7 @@ class PackedCorpus:
     first_caption: Tensor  # [images] number of the first caption of each image
     caption_counts: Tensor  # [images]
     context_length: int
+    pad_id: int = 0
 
 
 def pack_corpus(
@@ -140,13 +141,14 @@ def pack_corpus(
         first_caption=counts.cumsum(0) - counts,
         caption_counts=counts,
         context_length=tokenizer.context_length,
+        pad_id=tokenizer.pad_id,
     )
 
 
-def take_tokens(tokens: Tensor, captions: Tensor, length: int) -> Tensor:
-    """The rows of some captions, cut or padded with 0 to `length`."""
+def take_tokens(tokens: Tensor, captions: Tensor, length: int, pad_id: int = 0) -> Tensor:
+    """The rows of some captions, cut or padded to `length`."""
     rows = tokens[captions, :length]
-    return F.pad(rows, (0, length - rows.shape[1]))
+    return F.pad(rows, (0, length - rows.shape[1]), value=pad_id)
 
 
 def take_phrases(phrases: Phrases, captions: Tensor, length: int) -> Phrases:

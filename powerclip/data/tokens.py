@@ -10,18 +10,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
 from powerclip.data.cleaning import align
+from powerclip.data.fast_tokens import FastOffsets
 from powerclip.data.trees import Tree, is_word
 from powerclip.errors import UserError
-
-if TYPE_CHECKING:
-    from open_clip.tokenizer import SimpleTokenizer
 
 Nodes = Literal["phrases", "all"]
 
@@ -41,33 +39,42 @@ class TokenizedCaption:
 class CaptionTokenizer:
     """An open_clip tokenizer that also says which characters of the raw caption each token came from.
 
-    Example:
+    Examples:
         >>> CaptionTokenizer().encode("A dog.").spans
         [(0, 0), (0, 1), (2, 5), (5, 6), (6, 6)]
     """
 
-    pad_id = 0
-
-    def __init__(self, tokenizer: SimpleTokenizer | None = None, context_length: int | None = None) -> None:
+    def __init__(self, tokenizer: Any = None, context_length: int | None = None) -> None:
         from open_clip import tokenizer as clip
 
-        self.tokenizer = clip.SimpleTokenizer() if tokenizer is None else tokenizer
+        self.tokenizer: Any = clip.SimpleTokenizer() if tokenizer is None else tokenizer
+        self.context_length: int
+        self.pad_id = 0
+        self.name = ""  # of a tokenizer that is not CLIP's own
+        self._fast: FastOffsets | None = None
+        if isinstance(self.tokenizer, clip.HFTokenizer):
+            self.context_length = context_length or self.tokenizer.context_length or clip.DEFAULT_CONTEXT_LENGTH
+            self._fast = FastOffsets(self.tokenizer, self.context_length)
+            self.pad_id, self.name = self._fast.pad_id, self._fast.name
+            return
         if not isinstance(self.tokenizer, clip.SimpleTokenizer):
             raise UserError(
                 f"phrases need a tokenizer with character offsets, and {type(self.tokenizer).__name__} has none; "
-                "use a model with open_clip's own BPE tokenizer (SimpleTokenizer)"
+                "use a model with open_clip's own BPE tokenizer (SimpleTokenizer) or a fast one of Hugging Face"
             )
         if self.tokenizer.reduction_fn is not None:
             raise UserError(
                 "phrases need every token of a caption, and this tokenizer drops some at random; "
                 "leave 'text_mask' / 'reduction_mask' out of its settings"
             )
-        self.context_length: int = context_length or self.tokenizer.context_length or clip.DEFAULT_CONTEXT_LENGTH
+        self.context_length = context_length or self.tokenizer.context_length or clip.DEFAULT_CONTEXT_LENGTH
         self._lowers = self.tokenizer.clean_fn is clip.get_clean_fn("lower")
         self._pieces: dict[str, _Pieces] = {}
 
     def encode(self, caption: str) -> TokenizedCaption:
         """The ids that the open_clip tokenizer gives, with the characters each stands for."""
+        if self._fast is not None:
+            return TokenizedCaption(*self._fast.encode(caption))
         # Plain text is only lower-cased by open_clip's cleaning, so positions in it are positions in the caption;
         # how it collapses white space does not matter, no token holds any.
         plain = self._lowers and _PLAIN.fullmatch(caption) is not None

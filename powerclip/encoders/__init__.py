@@ -11,8 +11,8 @@ from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatch
 from powerclip.encoders.text import trim
 
 if TYPE_CHECKING:
-    from powerclip.encoders.directory import load, save
-    from powerclip.encoders.models import build
+    from powerclip.encoders.directory import save
+    from powerclip.encoders.resolve import build, load
     from powerclip.encoders.transforms import preprocess_for, tokenizer_for
 
 __all__ = [
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "build": "models",
-    "load": "directory",
+    "build": "resolve",
+    "load": "resolve",
     "preprocess_for": "transforms",
     "save": "directory",
     "tokenizer_for": "transforms",

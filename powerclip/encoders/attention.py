@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powerclip.encoders.timm_tower import is_timm
 from powerclip.encoders.vision import embed_image, pool
 from powerclip.errors import UserError
 
 
 def check_class_attention(visual: Any) -> None:
     """Raise `UserError` when the tower's class token says nothing about its patches."""
+    if is_timm(visual):
+        raise UserError("attention scores need open_clip's own ViT, and the image tower is timm's")
     if visual.pool_type != "tok":
         raise UserError(
             f"attention scores need a class token that is pooled, and the image tower has pool_type "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powerclip.encoders.features import Features, ImageFeatures
+from powerclip.encoders.hf_text import DEFAULT_CONTEXT_LENGTH, is_hf_text
 from powerclip.encoders.selector import PatchSelector
-from powerclip.encoders.text import check_text_tower, forward_text, text_tower
-from powerclip.encoders.vision import check_vision_tower, dropout_selector, forward_image
+from powerclip.encoders.text import check_text_tower, forward_text, text_projection, text_tower
+from powerclip.encoders.vision import (
+    check_vision_tower,
+    dropout_selector,
+    forward_image,
+    image_grid,
+    image_projection,
+)
 
 MAX_LOGIT_SCALE = math.log(100)  # as in CLIP: a larger scale makes training unstable
 
@@ -36,17 +44,17 @@ class DualEncoder(nn.Module):
     def __init__(self, clip: nn.Module, config: dict[str, Any]) -> None:
         super().__init__()
         check_vision_tower(clip.visual)
-        check_text_tower(clip)
+        check_text_tower(clip, config["embed_dim"])
         # nn.Module's attributes are typed Tensor | Module; open_clip's towers carry more than that.
         self.clip: Any = clip
         self.config = copy.deepcopy(config)
-        self._pad_id: int = self.config.get("text_cfg", {}).get("pad_id", 0)
+        self.directory: Path | None = None  # the folder that it was read from, which may hold its tokenizer
+        self.pad_id: int = self.config["text_cfg"].get("pad_id", 0)  # `tokenizer_for` sets its tokenizer's
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches; patch (r, c) has index r · columns + c."""
-        rows, columns = self.clip.visual.grid_size
-        return rows, columns
+        return image_grid(self.clip.visual)
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -55,14 +63,21 @@ class DualEncoder(nn.Module):
         return height, width
 
     @property
+    def preprocess(self) -> dict[str, Any]:
+        """open_clip's preprocess_cfg, as it is saved: the size follows from the towers."""
+        return {name: value for name, value in self.clip.visual.preprocess_cfg.items() if name != "size"}
+
+    @property
     def context_length(self) -> int:
         """Most tokens of a caption, start and end of text included."""
+        if is_hf_text(text_tower(self.clip)):  # its own limit is that of its positions
+            return self.config["text_cfg"].get("context_length", DEFAULT_CONTEXT_LENGTH)
         return self.clip.context_length
 
     @property
     def embed_dim(self) -> int:
         """The width D that both towers share."""
-        return self.clip.visual.output_dim
+        return self.config["embed_dim"]
 
     def forward(
         self,
@@ -90,7 +105,7 @@ class DualEncoder(nn.Module):
         pooled, patches, selection = forward_image(self.clip.visual, images, selector, dense=dense)
         return ImageFeatures(
             image=self._image_embedding(pooled),
-            patches=project(patches, self.clip.visual.proj),
+            patches=project(patches, image_projection(self.clip.visual)),
             kept=None if selection is None else selection.kept,
             shown=None if selection is None else selection.shown,
         )
@@ -98,8 +113,12 @@ class DualEncoder(nn.Module):
     def join_features(self, of_images: ImageFeatures, text: Tensor, words: Tensor) -> Features:
         """The features of a batch from what each tower gave, with the scale and the bias of the logits."""
         bias = self.clip.logit_bias
-        return Features(
-            **vars(of_images),
+        return Features(  # field by field: torch 2.11 cannot compile **vars(of_images)
+            image=of_images.image,
+            patches=of_images.patches,
+            kept=of_images.kept,
+            shown=of_images.shown,
+            extra=of_images.extra,
             text=text,
             words=words,
             logit_scale=self.clip.logit_scale.exp().reshape(()),
@@ -113,18 +132,18 @@ class DualEncoder(nn.Module):
     def encode_patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised global embeddings [C, D] and all patches [C, N, D] of whole images."""
         pooled, patches, _ = forward_image(self.clip.visual, images)
-        return self._image_embedding(pooled), project(patches, self.clip.visual.proj)
+        return self._image_embedding(pooled), project(patches, image_projection(self.clip.visual))
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of captions."""
-        return self._text_embedding(forward_text(self.clip, tokens, self._pad_id)[0])
+        return self._text_embedding(forward_text(self.clip, tokens, self.pad_id)[0])
 
     def encode_words(self, tokens: Tensor | tuple[Tensor, ...], *, dense: bool = True) -> tuple[Tensor, Tensor]:
         """Normalised global embeddings [C, D] and words [C, L, D] of captions, in one group or in several."""
         if isinstance(tokens, tuple):
             return join_groups([self.encode_words(group, dense=dense) for group in tokens])
-        pooled, words = forward_text(self.clip, tokens, self._pad_id, dense=dense)
-        return self._text_embedding(pooled), project(words, text_tower(self.clip).text_projection)
+        pooled, words = forward_text(self.clip, tokens, self.pad_id, dense=dense)
+        return self._text_embedding(pooled), project(words, text_projection(self.clip))
 
     @torch.no_grad()
     def clamp_logit_scale(self) -> None:
@@ -134,10 +153,10 @@ class DualEncoder(nn.Module):
     # The global embedding is projected on its own: a row of the projected tokens would differ from open_clip's result
     # in the last bits, because a matrix product of another shape sums in another order.
     def _image_embedding(self, pooled: Tensor) -> Tensor:
-        return F.normalize(project(pooled, self.clip.visual.proj), dim=-1)
+        return F.normalize(project(pooled, image_projection(self.clip.visual)), dim=-1)
 
     def _text_embedding(self, pooled: Tensor) -> Tensor:
-        return F.normalize(project(pooled, text_tower(self.clip).text_projection), dim=-1)
+        return F.normalize(project(pooled, text_projection(self.clip)), dim=-1)
 
 
 def join_groups(groups: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

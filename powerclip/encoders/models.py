@@ -1,20 +1,27 @@
-"""From a name or a config to a dual encoder: open_clip's registry of models, its pretrained weights, or tiny towers."""
+"""From an open_clip name or config to a dual encoder: the registry of models, checked configs, built towers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import open_clip
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from torch import nn
 
 from powerclip.encoders.dual import DualEncoder
+from powerclip.encoders.timm_tower import timm_obstacle
 from powerclip.encoders.weights import download, load_weights
 from powerclip.errors import UserError, first_line, nearest
+
+# What towers with the same weights may differ in: the weights decide it, or the model that they come from does.
+_DECIDED_BY_WEIGHTS = frozenset({"custom_text", "quick_gelu", "init_logit_scale", "init_logit_bias"})
 
 
 @dataclass(frozen=True)
@@ -24,38 +31,12 @@ class Blueprint:
     config: dict[str, Any]  # open_clip's model_cfg
     source: str  # what the messages call it: a name, or the path of a config file
     preprocess: dict[str, Any] = field(default_factory=dict)  # open_clip's preprocess_cfg, where it is not the default
-    weights: Path | None = None
-    convert: bool = False  # published weights may be in an older layout; those in a directory fit their config
-
-
-def build(name: str | None = None, config: dict[str, Any] | None = None, pretrained: str | None = None) -> DualEncoder:
-    """Make a dual encoder from an open_clip model name or from an open_clip model config.
-
-    Args:
-        name: an open_clip model with ViT towers, such as `ViT-B-16`, or with its weights `ViT-B-16/laion2b_s34b_b88k`.
-        config: instead of a name, the towers themselves: `embed_dim`, `vision_cfg` and `text_cfg` as in open_clip.
-        pretrained: a tag of open_clip's pretrained weights for `name`, or a file with weights. Random without it.
-
-    Raises:
-        UserError: an unknown name or tag, a config without ViT towers, weights that are not there or do not fit.
-
-    Example:
-        >>> towers = {"embed_dim": 32, "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16,
-        ...           "layers": 2}, "text_cfg": {"context_length": 16, "width": 32, "heads": 2, "layers": 2}}
-        >>> build(config=towers).grid
-        (4, 4)
-    """
-    if (name is None) == (config is None):
-        raise UserError("a model is given by its name or by its config: one of the two")
-    if name is not None:
-        return assemble(named(name, pretrained))
-    assert config is not None
-    weights = None if pretrained is None else _weights_file(pretrained, "the model config")
-    return assemble(Blueprint(config, "the model config", weights=weights))
+    fill: Callable[[nn.Module], None] | None = None  # fetches the weights into open_clip's model; None: random ones
+    directory: Path | None = None  # where a Hugging Face tokenizer may lie beside the model
 
 
 def named(name: str, pretrained: str | None = None) -> Blueprint:
-    """Look up an open_clip model name and fetch its weights where some are asked for."""
+    """Look up an open_clip model name, and its weights where some are asked for; they are fetched later."""
     name, tag = _split(name)
     if tag is not None and pretrained is not None and tag != pretrained:
         raise UserError(f"model {name!r}: two kinds of pretrained weights, {tag!r} and {pretrained!r}: give one")
@@ -65,20 +46,23 @@ def named(name: str, pretrained: str | None = None) -> Blueprint:
     if pretrained is None:
         return Blueprint(config, name)
 
-    tags = open_clip.list_pretrained_tags_by_model(name)
-    known = open_clip.get_pretrained_cfg(name, pretrained)
+    tags = tags_of(name)
+    known = open_clip.get_pretrained_cfg(name, pretrained) if tags else {}
     if not known:
         if not Path(pretrained).is_file():
             raise UserError(
                 f"model {name!r} has no pretrained weights {pretrained!r}{nearest(pretrained, tags)}, and there is no "
                 f"such file; known: {', '.join(tags) or 'none'}"
             )
-        return Blueprint(config, name, weights=Path(pretrained), convert=True)
+        return Blueprint(config, name, fill=partial(load_weights, path=Path(pretrained), source=name, convert=True))
     if known.get("quick_gelu"):
         # Weights trained with QuickGELU give wrong features under GELU; open_clip would only warn.
         config["quick_gelu"] = True
-    weights = download(known, f"{name} ({pretrained})")
-    return Blueprint(config, name, preprocess=known, weights=weights, convert=True)
+
+    def fill(clip: nn.Module) -> None:
+        load_weights(clip, download(known, f"{name} ({pretrained})"), name, convert=True)
+
+    return Blueprint(config, name, known, fill)
 
 
 def assemble(blueprint: Blueprint) -> DualEncoder:
@@ -86,10 +70,18 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     config, source = blueprint.config, blueprint.source
     check_config(config, source)
     arguments = copy.deepcopy(config)
-    kind = open_clip.CustomTextCLIP if arguments.pop("custom_text", False) else open_clip.CLIP
+    custom = arguments.pop("custom_text", False) or bool(arguments["text_cfg"].get("hf_model_name"))
+    kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    if blueprint.fill is not None:
+        # Weights for the whole model follow: none need be fetched for its parts.
+        arguments["vision_cfg"] |= (
+            {"timm_model_pretrained": False} if config["vision_cfg"].get("timm_model_name") else {}
+        )
+        arguments["text_cfg"] |= {"hf_model_pretrained": False} if config["text_cfg"].get("hf_model_name") else {}
     try:
         clip = kind(**arguments)
-    except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    # OSError: a part's weights or config could not be fetched; KeyError: a kind of text encoder that open_clip lacks.
+    except (AssertionError, TypeError, ValueError, RuntimeError, ZeroDivisionError, OSError, KeyError) as error:
         raise UserError(f"{source}: these towers cannot be built: {first_line(error)}") from error
     preprocess = merge_preprocess_dict(PreprocessCfg(), blueprint.preprocess)
     _check_preprocess(preprocess, source)
@@ -98,18 +90,45 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
         model = DualEncoder(clip, config)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    if blueprint.weights is not None:
-        load_weights(clip, blueprint.weights, source, convert=blueprint.convert)
+    model.directory = blueprint.directory
+    if blueprint.fill is not None:
+        blueprint.fill(clip)
     return model
 
 
+def tags_of(name: str) -> list[str]:
+    """The tags of an open_clip model's published weights; releases differ in what they answer where there are none."""
+    try:
+        return list(open_clip.list_pretrained_tags_by_model(name))
+    except KeyError:
+        return []
+
+
 def supported_models() -> list[str]:
-    """Names of the open_clip models whose towers are both plain transformers."""
-    return [name for name in open_clip.list_models() if _obstacle(open_clip.get_model_config(name)) is None]
+    """Names of the open_clip models that can be used: both towers have tokens."""
+    return [name for name in open_clip.list_models() if obstacle(open_clip.get_model_config(name)) is None]
+
+
+def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides a config's towers, apart from what their weights decide, flat and with every default written out."""
+    flat: dict[str, Any] = {}
+    for part, kind in (("vision_cfg", open_clip.CLIPVisionCfg), ("text_cfg", open_clip.CLIPTextCfg)):
+        known = {item.name for item in dataclasses.fields(kind)}
+        values = dataclasses.asdict(kind(**{key: value for key, value in config[part].items() if key in known}))
+        flat |= {f"{part}.{key}": _plain(value) for key, value in values.items()}
+    tops = {key: value for key, value in config.items() if key not in ("vision_cfg", "text_cfg")}
+    return flat | {key: _plain(value) for key, value in tops.items() if key not in _DECIDED_BY_WEIGHTS}
+
+
+def _plain(value: Any) -> Any:
+    """Sizes are written as one number or as a pair, in lists or tuples."""
+    if isinstance(value, list | tuple):
+        return value[0] if len(set(value)) == 1 else list(value)
+    return value
 
 
 def check_config(config: object, source: str) -> None:
-    """Raise `UserError` when `config` is not an open_clip model config with ViT towers.
+    """Raise `UserError` when `config` is not an open_clip model config whose towers have tokens.
 
     Looks before anything is built: a timm or Hugging Face tower would start a download.
     """
@@ -121,9 +140,9 @@ def check_config(config: object, source: str) -> None:
     for part in ("vision_cfg", "text_cfg"):
         if not isinstance(config[part], dict):
             raise UserError(f"{source}: {part} is a mapping, not {type(config[part]).__name__}")
-    obstacle = _obstacle(config)
-    if obstacle is not None:
-        raise UserError(f"{source}: {obstacle}: choose a model with ViT towers, such as ViT-B-16")
+    reason = obstacle(config)
+    if reason is not None:
+        raise UserError(f"{source}: {reason}: choose a model with a vision transformer, such as ViT-B-16")
 
     top = [*inspect.signature(open_clip.CLIP).parameters, "custom_text"]
     _check_keys(config, [key for key in top if key not in ("cast_dtype", "output_dict")], source, "")
@@ -156,24 +175,24 @@ def _check_keys(given: dict[str, Any], known: list[str], source: str, where: str
 def _check_heads(config: dict[str, Any], source: str) -> None:
     vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
     text = open_clip.CLIPTextCfg(**config["text_cfg"])
-    for what, width, divisor in (
-        ("vision_cfg.width", vision.width, vision.head_width),
-        ("text_cfg.width", text.width, text.heads),
-    ):
+    own = [] if vision.timm_model_name else [("vision_cfg.width", vision.width, vision.head_width)]
+    own += [] if text.hf_model_name else [("text_cfg.width", text.width, text.heads)]
+    for what, width, divisor in own:
         if not isinstance(width, int) or not isinstance(divisor, int) or width < 1 or divisor < 1 or width % divisor:
             other = "vision_cfg.head_width" if what.startswith("vision") else "text_cfg.heads"
             raise UserError(f"{source}: {what} ({width}) must be a multiple of {other} ({divisor})")
 
 
-def _obstacle(config: dict[str, Any]) -> str | None:
-    if config["vision_cfg"].get("timm_model_name"):
-        return f"the image tower is timm's {config['vision_cfg']['timm_model_name']}"
-    if isinstance(config["vision_cfg"].get("layers"), list | tuple):
-        return "the image tower is a ResNet"
-    if config["text_cfg"].get("hf_model_name"):
-        return f"the text tower is Hugging Face's {config['text_cfg']['hf_model_name']}"
+def obstacle(config: dict[str, Any]) -> str | None:
+    """Why a model of this config cannot be used, without building it; None when nothing speaks against it."""
+    if "vision_cfg" not in config or "text_cfg" not in config:
+        return "it has no image tower or no text tower"  # newer releases have models of sound too
     if "multimodal_cfg" in config:
-        return "the model is a CoCa with a caption decoder"
+        return "it is a CoCa with a caption decoder"
+    if config["vision_cfg"].get("timm_model_name"):
+        return timm_obstacle(config["vision_cfg"])
+    if isinstance(config["vision_cfg"].get("layers"), list | tuple):
+        return "the image tower is a ResNet, which has no patch tokens"
     return None
 
 
@@ -187,12 +206,6 @@ def _split(name: str) -> tuple[str, str | None]:
     if head.replace("/", "-") in names:
         return head.replace("/", "-"), tag
     raise UserError(
-        f"there is no model or directory {name!r}{nearest(full, supported_models())}; a name is one of open_clip's, "
-        "such as ViT-B-16, and a directory holds open_clip_config.json"
+        f"there is no model {name!r}{nearest(full, supported_models())}: looked for a folder or a checkpoint of that "
+        "name, and among open_clip's models, such as ViT-B-16"
     )
-
-
-def _weights_file(path: str, source: str) -> Path:
-    if not Path(path).is_file():
-        raise UserError(f"{source}: no weights file {path}")
-    return Path(path)

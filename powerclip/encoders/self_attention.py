@@ -3,12 +3,18 @@
 torch's `nn.MultiheadAttention` copies queries, keys and values on their way in, and their gradients on the way back: 10
 of 165 ms of a ViT-B/16's step on an H200. Fused kernels read them where the projection wrote them.
 
+open_clip 3 has torch's layers in its blocks, open_clip 4 its own, with the same weights under the same names: both are
+served.
+
 Axes: C rows · N tokens · H heads · D width
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import re
 from typing import Any
 
 import torch
@@ -20,8 +26,39 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # some lengths, when the logits are low. Without a mask it is the fastest there is.
 MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
+# The names of the attention layers in open_clip's blocks.
+_IN_BLOCK = re.compile(r"resblocks\.\d+\.attn$")
 
-class SelfAttention(nn.MultiheadAttention):
+log = logging.getLogger(__name__)
+
+
+class Packed:
+    """An attention layer that reads queries, keys and values where its projection wrote them.
+
+    A mask [C] says how many tokens of each row are there: the rest comes after them.
+    """
+
+    in_proj_weight: Any
+    in_proj_bias: Any
+    num_heads: Any
+    out_proj: Any
+
+    def attend(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+        """The tokens [C, N, D] after they attended to each other."""
+        packed = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        if attn_mask is not None and attn_mask.ndim == 1:
+            return self.out_proj(attend_in_groups(packed, attn_mask).flatten(2))
+        q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved
+        if attn_mask is not None:
+            # Torch's masks are [N, N], or [C·H, N, N] when rows differ.
+            attn_mask = attn_mask.unflatten(0, (len(x), -1)) if attn_mask.ndim == 3 else attn_mask
+            attn_mask = attn_mask.to(q.dtype)
+        with sdpa_kernel(MASKED) if attn_mask is not None and q.is_cuda else contextlib.nullcontext():
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(Packed, nn.MultiheadAttention):
     """`nn.MultiheadAttention` with a faster path where a sequence attends to itself."""
 
     def forward(
@@ -35,26 +72,26 @@ class SelfAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attended tokens [C, N, D]; the weights only where they are asked for, by torch's own implementation.
-
-        A mask [C] says how many tokens of each row are there: the rest comes after them.
-        """
+        """The attended tokens [C, N, D]; the weights only where they are asked for, by torch's own implementation."""
         plain = query is key and key is value and not need_weights and key_padding_mask is None
         if not plain or query.ndim != 3:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
-        packed = F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
-        if attn_mask is not None and attn_mask.ndim == 1:
-            return self.out_proj(attend_in_groups(packed, attn_mask).flatten(2)), None
-        q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved
-        if attn_mask is not None:
-            # Torch's masks are [N, N], or [C·H, N, N] when rows differ.
-            attn_mask = attn_mask.unflatten(0, (len(query), -1)) if attn_mask.ndim == 3 else attn_mask
-            attn_mask = attn_mask.to(q.dtype)
-        with sdpa_kernel(MASKED) if attn_mask is not None and q.is_cuda else contextlib.nullcontext():
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask)
-        return self.out_proj(attended.transpose(1, 2).flatten(2)), None
+        return self.attend(query, attn_mask), None
+
+
+class OwnAttention(Packed):
+    """open_clip's own attention layer with the faster path; mixed into its class, whichever release it is from."""
+
+    def forward(
+        self, x: Tensor, k_x: Tensor | None = None, v_x: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """The attended tokens [C, N, D]; other keys or values than `x` go through open_clip's own implementation."""
+        if all(other is None or other is x for other in (k_x, v_x)):
+            return self.attend(x, attn_mask)
+        own: Any = super()
+        return own.forward(x, k_x=k_x, v_x=v_x, attn_mask=attn_mask)
 
 
 def attend_in_groups(packed: Tensor, lengths: Tensor) -> Tensor:
@@ -78,13 +115,60 @@ def attend_in_groups(packed: Tensor, lengths: Tensor) -> Tensor:
 
 
 def use_packed_attention(towers: nn.Module) -> None:
-    """Turn torch's attention layers in `towers` into `SelfAttention` where possible; weights stay as they are."""
+    """Let the attention layers in `towers` run the faster path where possible; weights stay as they are.
+
+    Where a block's layer is of another kind, one line says how many are and why. The numbers are the same.
+    """
     for module in towers.modules():
         if type(module) is nn.MultiheadAttention and _is_plain(module):
             module.__class__ = SelfAttention
+        elif _is_open_clips(module) and not _own_features(module):
+            kind: Any = type(module)
+            module.__class__ = _packed_kind(kind)
+    others = [m for name, m in towers.named_modules() if _IN_BLOCK.search(name) and not isinstance(m, Packed)]
+    for reason in sorted({_why_not(module) for module in others}):
+        _say_once(f"{len(others)} attention layers do not run the fast path ({reason}): slower, with the same results")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning(line)
+
+
+@functools.cache
+def _packed_kind(kind: Any) -> Any:
+    return type(f"Packed{kind.__name__}", (OwnAttention, kind), {})
 
 
 def _is_plain(attention: Any) -> bool:
-    """Whether an attention layer is the plain kind that open_clip makes."""
+    """Whether one of torch's attention layers is the plain kind that open_clip makes."""
     plain = attention.batch_first and attention.dropout == 0 and attention.bias_k is None
     return plain and attention._qkv_same_embed_dim and not attention.add_zero_attn
+
+
+def _is_open_clips(module: nn.Module) -> bool:
+    """Whether a layer is open_clip's own self-attention, with one matrix for queries, keys and values."""
+    kind = type(module)
+    own = kind.__name__ == "Attention" and kind.__module__.split(".")[0] == "open_clip"
+    return own and getattr(module, "in_proj_weight", None) is not None
+
+
+def _own_features(attention: Any) -> list[str]:
+    """What open_clip's own attention layer does beyond plain attention."""
+
+    def is_set(name: str) -> bool:
+        part = getattr(attention, name, None)
+        return part is not None and not isinstance(part, nn.Identity)
+
+    names = {"ln_q": "qk_norm", "logit_scale": "scaled_cosine_attn", "head_scale": "scale_heads"}
+    features = [setting for name, setting in (names | {"ln_inner": "scale_attn_inner"}).items() if is_set(name)]
+    dropout = any(getattr(getattr(attention, name, None), "p", 0) for name in ("attn_drop", "out_drop"))
+    return features + ["dropout"] * dropout
+
+
+def _why_not(attention: nn.Module) -> str:
+    if _is_open_clips(attention):
+        return f"they have {' and '.join(_own_features(attention))}"
+    if isinstance(attention, nn.MultiheadAttention):
+        return "they have dropout, biases of their own for keys, or separate projections"
+    return f"they are {type(attention).__module__}.{type(attention).__name__}, which this version does not know"

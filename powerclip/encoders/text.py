@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from powerclip.encoders.hf_text import check_hf_text, forward_hf_text, hf_blocks, is_hf_text
 from powerclip.errors import UserError
 
 
@@ -22,17 +23,17 @@ def text_tower(clip: Any) -> Any:
     return clip.text if hasattr(clip, "text") else clip
 
 
-def check_text_tower(clip: Any) -> None:
-    """Raise `UserError` when the text tower has no words that live in the space of its global embedding."""
+def check_text_tower(clip: Any, embed_dim: int) -> None:
+    """Raise `UserError` when the text tower has no words that live in the space of its global embedding [embed_dim]."""
     from open_clip import CLIP
     from open_clip.transformer import TextTransformer
 
     tower = text_tower(clip)
+    if is_hf_text(tower):
+        check_hf_text(tower)
+        return
     if not isinstance(tower, CLIP | TextTransformer):
-        raise UserError(
-            f"the text tower is a {type(tower).__name__}: dense features need open_clip's own TextTransformer "
-            "(a model without hf_model_name)"
-        )
+        raise UserError(f"the text tower is a {type(tower).__name__}, whose words have no embeddings here")
     if _pool_type(tower) == "none":
         raise UserError(
             "the text tower has pool_type 'none' and so no global embedding (choose 'argmax', 'eos', 'first' or 'last')"
@@ -40,16 +41,29 @@ def check_text_tower(clip: Any) -> None:
     if tower.positional_embedding.shape[0] > tower.context_length and isinstance(tower, CLIP):
         raise UserError("text_cfg.embed_cls needs custom_text: true in the model config")
     width = tower.positional_embedding.shape[1]
-    if tower.text_projection is None and width != clip.visual.output_dim:
+    if tower.text_projection is None and width != embed_dim:
         raise UserError(
-            f"the text tower has no projection and width {width}, the image tower gives {clip.visual.output_dim}: "
+            f"the text tower has no projection and width {width}, the image tower gives {embed_dim}: "
             "give the text tower a projection or the same width"
         )
+
+
+def text_projection(clip: Any) -> Any:
+    """What maps the tokens that `forward_text` gives to the joint space; None where they are in it already."""
+    return getattr(text_tower(clip), "text_projection", None)
+
+
+def text_blocks(clip: Any) -> list[nn.Module]:
+    """The tower's transformer blocks, the first one first."""
+    tower = text_tower(clip)
+    return hf_blocks(tower) if is_hf_text(tower) else list(tower.transformer.resblocks)
 
 
 def reads_ahead(clip: Any) -> bool:
     """Whether a caption's embedding depends on the padding behind it."""
     tower = text_tower(clip)
+    if is_hf_text(tower):
+        return False  # padding is masked
     causal = tower.attn_mask is not None and getattr(tower, "cls_emb", None) is None
     return not causal or _pool_type(tower) == "last"
 
@@ -66,8 +80,13 @@ def trim(tokens: Tensor) -> Tensor:
 
 
 def forward_text(clip: Any, tokens: Tensor, pad_id: int = 0, *, dense: bool = True) -> tuple[Tensor, Tensor]:
-    """Pooled [C, D] and words [C, L, D], both after ln_final and before the projection. Without `dense`, no words."""
+    """Pooled [C, D] and words [C, L, D], both after ln_final and before the projection. Without `dense`, no words.
+
+    Towers of Hugging Face give both after their projection.
+    """
     tower = text_tower(clip)
+    if is_hf_text(tower):
+        return forward_hf_text(tower, tokens, dense=dense)
     length = tokens.shape[1]
     if length > tower.context_length:
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from open_clip import SimpleTokenizer
@@ -38,13 +37,13 @@ def preprocess_for(
     return image_transform_v2(PreprocessCfg(**settings | ({"resize_mode": resize_mode} if resize_mode else {})), False)
 
 
-def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenizer:
+def tokenizer_for(model: DualEncoder) -> Tokenizer:
     """The open_clip tokenizer of `model`, which reads as many tokens as the model does.
 
-    Args:
-        model: whose config names the tokenizer.
-        directory: where a Hugging Face tokenizer was saved beside the model; it is downloaded otherwise.
+    A Hugging Face tokenizer is taken from the folder that the model was read from, or downloaded. The model learns
+    from it which id pads captions.
     """
+    directory = model.directory
     text = model.config["text_cfg"]
     options: dict[str, Any] = text.get("tokenizer_kwargs") or {}
     name = text.get("hf_tokenizer_name")
@@ -55,7 +54,7 @@ def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenize
             raise UserError(f"text_cfg.tokenizer_kwargs: {first_line(error)}") from error
     stored = directory is not None and any(directory.glob("tokenizer*"))
     try:
-        return HFTokenizer(
+        tokenizer = HFTokenizer(
             str(directory) if stored else name,
             context_length=model.context_length,
             tokenizer_mode=text.get("tokenizer_mode"),
@@ -64,3 +63,7 @@ def tokenizer_for(model: DualEncoder, directory: Path | None = None) -> Tokenize
     # transformers, the hub and the network raise a dozen unrelated types.
     except Exception as error:
         raise UserError(f"could not get the tokenizer {directory if stored else name}: {first_line(error)}") from error
+    if tokenizer.tokenizer.pad_token_id is not None:
+        # A tower that reads the padding, as SigLIP's, was trained with the tokenizer's; configs do not name it.
+        model.pad_id = tokenizer.tokenizer.pad_token_id
+    return tokenizer

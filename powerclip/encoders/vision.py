@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection, keep_patches
-from powerclip.encoders.self_attention import SelfAttention
+from powerclip.encoders.self_attention import Packed
+from powerclip.encoders.timm_tower import check_timm_tower, forward_timm, is_timm, timm_grid
 from powerclip.errors import UserError
 
 
@@ -26,16 +27,16 @@ def check_vision_tower(visual: Any) -> None:
     """
     from open_clip.transformer import VisionTransformer
 
+    if is_timm(visual):
+        check_timm_tower(visual)
+        return
     if not isinstance(visual, VisionTransformer):
         raise UserError(
-            f"the image tower is a {type(visual).__name__}: dense features need open_clip's own VisionTransformer "
-            "(a ViT-* model)"
+            f"the image tower is a {type(visual).__name__}, which has no patch tokens: dense features need a vision "
+            "transformer, such as ViT-B-16"
         )
-    if visual.attn_pool is not None:
-        raise UserError(
-            "the image tower pools by attention: its patches are not in the space of its global embedding "
-            "(choose a model without attentional_pool)"
-        )
+    if getattr(visual, "attn_pool_contrastive", None) is not None:
+        raise UserError("the image tower pools twice, as CoCa's: a patch has no embedding (leave out attentional_pool)")
     if visual.pool_type not in ("tok", "avg"):
         raise UserError(
             f"the image tower has pool_type {visual.pool_type!r} and so no global embedding (choose 'tok' or 'avg')"
@@ -48,12 +49,30 @@ def check_vision_tower(visual: Any) -> None:
 
 def dropout_selector(visual: Any) -> RandomPatches | None:
     """The tower's configured patch dropout as a selector, so that it is known which patches stayed."""
-    share = getattr(visual.patch_dropout, "prob", 0.0)
+    share = getattr(getattr(visual, "patch_dropout", None), "prob", 0.0)
     return RandomPatches(keep=1 - share) if share else None
+
+
+def image_grid(visual: Any) -> tuple[int, int]:
+    """Rows and columns of a tower's patches."""
+    rows, columns = timm_grid(visual) if is_timm(visual) else visual.grid_size
+    return rows, columns
+
+
+def image_projection(visual: Any) -> Any:
+    """What maps the tokens that `forward_image` gives to the joint space; None where they are in it already."""
+    return getattr(visual, "proj", None)
+
+
+def image_blocks(visual: Any) -> list[nn.Module]:
+    """The tower's transformer blocks, the first one first."""
+    return list(visual.trunk.blocks if is_timm(visual) else visual.transformer.resblocks)
 
 
 def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
     """The class token [C, 1, D] and the patches [C, N, D], embedded, with their positions, before ln_pre."""
+    if is_timm(visual):
+        raise UserError("methods that choose patches need open_clip's own ViT, and the image tower is timm's")
     if tuple(images.shape[-2:]) != tuple(visual.image_size):
         actual, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {actual} pixels, the model reads {expected}: set the data's image size to match")
@@ -82,8 +101,10 @@ def forward_image(
 ) -> tuple[Tensor, Tensor, Selection | None]:
     """Pooled [C, D] and patches [C, n, D], both after ln_post and before the projection, and which patches stayed.
 
-    Without `dense` there are no patches: n is 0.
+    Without `dense` there are no patches: n is 0. Towers of timm give both after their projection.
     """
+    if is_timm(visual) and selector is None:
+        return *forward_timm(visual, images, dense=dense), None
     first, patches = embed_image(visual, images)
     selection, shown, mask = None, None, None
     if selector is not None:
@@ -100,6 +121,8 @@ def forward_image(
     elif shown is not None:
         mask = _hiding_mask(shown, visual.transformer.resblocks[0].attn.num_heads, x.dtype)
     x = visual.transformer(x, attn_mask=mask)
+    if visual.attn_pool is not None:
+        return *_pool_by_attention(visual, x, shown, dense=dense), selection
     if not dense:
         # The norm is each token's own, so that the class token alone can have it.
         after = visual.final_ln_after_pool or visual.pool_type == "tok"
@@ -109,6 +132,24 @@ def forward_image(
         return visual.ln_post(pool(visual, x, shown)), visual.ln_post(x[:, 1:]), selection
     x = visual.ln_post(x)
     return pool(visual, x, shown), x[:, 1:], selection
+
+
+def _pool_by_attention(visual: Any, x: Tensor, shown: Tensor | None, *, dense: bool) -> tuple[Tensor, Tensor]:
+    """Pooled [C, D] and patches [C, n, D] of tokens [C, 1+n, W] where learned queries pool them.
+
+    A query that sees one patch takes its value, whatever it asks: that is the patch's own embedding.
+    """
+    if shown is not None:
+        raise UserError("a method that hides patches cannot be used with an image tower that pools by attention")
+    pooler = visual.attn_pool
+    pooled = pool(visual, visual.ln_post(pooler(x)))
+    if not dense:
+        return pooled, pooled.new_zeros(len(x), 0, pooled.shape[-1])
+    attention = pooler.attn
+    whole = attention.in_proj_weight
+    weight = attention.v_proj_weight if whole is None else whole.chunk(3)[2]
+    bias = None if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)[2]
+    return pooled, visual.ln_post(attention.out_proj(F.linear(pooler.ln_k(x[:, 1:]), weight, bias)))
 
 
 def pool(visual: Any, x: Tensor, shown: Tensor | None = None) -> Tensor:
@@ -133,7 +174,7 @@ def _takes_lengths(visual: Any, patches: int) -> bool:
     The number travels as bf16, which counts up to 256.
     """
     blocks = visual.transformer.resblocks
-    return patches < 256 and all(isinstance(getattr(block, "attn", None), SelfAttention) for block in blocks)
+    return patches < 256 and all(isinstance(getattr(block, "attn", None), Packed) for block in blocks)
 
 
 def _hiding_mask(shown: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

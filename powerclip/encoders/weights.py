@@ -72,7 +72,11 @@ def load_weights(clip: nn.Module, path: Path, source: str, *, convert: bool = Fa
             cause = _differences(clip, _read(path)) or first_line(error)
             raise UserError(f"{path}: these weights do not fit {source}: {cause}") from error
         return
-    weights = _read(path)
+    fit_weights(clip, _read(path), str(path), source)
+
+
+def fit_weights(clip: nn.Module, weights: dict[str, Tensor], where: str, source: str) -> None:
+    """Fill `clip` with a state dict, found in `where`, whose names and shapes must be those of the config's towers."""
     if "positional_embedding" in weights and hasattr(clip, "text"):
         weights = convert_to_custom_text_state_dict(weights)
     state = clip.state_dict()
@@ -81,7 +85,7 @@ def load_weights(clip: nn.Module, path: Path, source: str, *, convert: bool = Fa
             weights[name] = weights[name].reshape(state[name].shape)
     differences = _differences(clip, weights)
     if differences:
-        raise UserError(f"{path}: these weights do not fit {source}: {differences}")
+        raise UserError(f"{where}: these weights do not fit {source}: {differences}")
     clip.load_state_dict(weights)
 
 

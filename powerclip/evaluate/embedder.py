@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.phrases import embed_leaves, embed_nodes
-from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.tokens import CaptionTokenizer, TokenizedCaption, pack_phrases
 from powerclip.data.trees import Tree
 from powerclip.errors import UserError
 from powerclip.evaluate.images import ImageSource
@@ -291,9 +291,7 @@ class Embedder:
         tokens = self.tokenizer.pad([caption.ids for caption in tokenized])
         _, words = self.encoder.encode_words(tokens.to(self.device))
         owners = [number[caption] for caption in captions]
-        # A row for each node instead of each caption: packing merges nodes that the context length made equal.
-        phrases = pack_phrases(trees, [tokenized[owner] for owner in owners], tokens.shape[1]).to(self.device)
-        return embed_nodes(embed_leaves(words[torch.tensor(owners, device=self.device)], phrases), phrases)
+        return embed_single_nodes(words, owners, trees, [tokenized[owner] for owner in owners])[0]
 
     # ---- the cache ---------------------------------------------------------------------------------------------------
 
@@ -353,6 +351,24 @@ class _Preparation:
         """The images with these numbers, read and prepared by the threads of a pool."""
         contents = pool.map(lambda number: _read(source, number), chunk)
         return pool.map(lambda content: self(source, content), contents)
+
+
+def embed_single_nodes(
+    words: Tensor, owners: Sequence[int], trees: Sequence[Tree], tokenized: Sequence[TokenizedCaption]
+) -> tuple[Tensor, Tensor]:
+    """p_B [T, D] of trees of one node each, and how many leaves it has [T].
+
+    A row for each node instead of each caption: packing merges nodes that the context length made equal.
+
+    Args:
+        words: of the captions [C, L, D].
+        owners: which caption each node is of [T].
+        trees: its caption's leaves, and the node alone [T].
+        tokenized: its caption [T].
+    """
+    phrases = pack_phrases(trees, tokenized, words.shape[1]).to(words.device)
+    rows = words[torch.tensor(owners, device=words.device)]
+    return embed_nodes(embed_leaves(rows, phrases), phrases), phrases.node_end - phrases.node_start
 
 
 @contextmanager

@@ -13,16 +13,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerclip.data.captions import IMAGE_SUFFIXES, split_member
-from powerclip.data.tar_index import TarDamage, iter_members
 from powerclip.data.trees import Span, is_word, shorten
 from powerclip.errors import UserError
-from powerclip.evaluate.images import FileImages, TarImages, TarMember
+from powerclip.evaluate.images import find_images, image_source
 from powerclip.evaluate.tasks import Box, Grounding, PointingGame
 
 
@@ -45,7 +43,7 @@ def read_entities(path: Path, images: Sequence[Path]) -> Grounding:
             there; the message names the line.
     """
     captions = [_caption(line, f"{path}, line {number}") for number, line in _lines(path)]
-    members = _images(images, {caption.key for caption in captions})
+    members = find_images(images, {caption.key for caption in captions})
     kept = [caption for caption in captions if caption.key in members]
     phrases = [(number, span, boxes) for number, one in enumerate(kept) for span, boxes in one.phrases]
     shown = ", ".join(str(one) for one in images)
@@ -57,7 +55,7 @@ def read_entities(path: Path, images: Sequence[Path]) -> Grounding:
         raise UserError(f"{path}: no caption with an image in {shown} has a phrase")
     index = {key: number for number, key in enumerate(dict.fromkeys(kept[number].key for number, _, _ in phrases))}
     game = PointingGame(
-        _source([members[key] for key in index]),
+        image_source([members[key] for key in index]),
         [index[kept[number].key] for number, _, _ in phrases],
         [kept[number].text for number, _, _ in phrases],
         [span for _, span, _ in phrases],
@@ -126,47 +124,3 @@ def _box(box: Any, where: str) -> Box:
             f"{where}: box {box} has no area: left, top, right and bottom are expected, not a width and a height"
         )
     return left, top, right, bottom
-
-
-def _images(paths: Sequence[Path], keys: Set[str]) -> dict[str, TarMember | Path]:
-    """Key → image, of those keys that are in the tars and folders.
-
-    Raises:
-        UserError: a tar cannot be read, or two images have the same key.
-    """
-    images: dict[str, TarMember | Path] = {}
-    for path in paths:
-        for key, image in _images_in(path):
-            if key in images:
-                raise UserError(f"--images: {images[key]} and {image} have the same key {key!r}")
-            if key in keys:
-                images[key] = image
-    return images
-
-
-def _images_in(path: Path) -> Iterator[tuple[str, TarMember | Path]]:
-    if path.is_dir():
-        for file in sorted(path.rglob("*")):
-            key, suffix = split_member(file.name)
-            if file.suffix == ".tar":
-                yield from _images_in(file)
-            elif suffix in IMAGE_SUFFIXES:
-                yield key, file
-        return
-    try:
-        for member in iter_members(path):
-            key, suffix = split_member(member.name)
-            if suffix in IMAGE_SUFFIXES:
-                yield key, TarMember(path, *member)
-    except (TarDamage, OSError) as error:
-        raise UserError(f"{path} cannot be read as a tar: {error}; copy it again or leave it out") from None
-
-
-def _source(images: Sequence[TarMember | Path]) -> TarImages | FileImages:
-    members = [image for image in images if isinstance(image, TarMember)]
-    files = [image for image in images if isinstance(image, Path)]
-    if members and files:
-        raise UserError(
-            f"--images: some images are files ({files[0]}), others lie in tars ({members[0]}): give one kind"
-        )
-    return TarImages(members) if members else FileImages(files)

@@ -1,152 +1,359 @@
-"""Ground captions in an image: a heatmap for each caption and each of its phrases, by each model, as one PNG."""
+"""Ground a caption in an image: where a model sees each phrase, and which set of regions fits it best.
+
+    >>> found = powerclip.ground("runs/quickstart/seed-0/powerclip/model", "scene.png", "a red star above a blue ring")
+    >>> for phrase in found.phrases:
+    ...     print(phrase.text, phrase.score, phrase.best)
+
+The steps are functions of their own, for callers that keep their results (`powerclip demo`): `see` images, `read`
+captions, `region_masks`, `align`.
+
+Axes: K phrases of one caption · M regions · N patches · D width
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.data.trees import Span, Tree, parse_bracketed, tree_from_spans
+from powerclip.alignment.regions import embed_regions
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.data.trees import Span, Tree, parse_bracketed, shorten, tree_from_spans
 from powerclip.errors import UserError
+from powerclip.evaluate.embedder import embed_single_nodes, evaluating
+from powerclip.evaluate.ground_regions import SEGMENTED, Box, Regions, find_pieces, region_masks
+from powerclip.evaluate.metrics import patch_similarity
+from powerclip.evaluate.region_sets import Aggregation, Similarity, check_sets, score_sets
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from powerclip.annotate.parsers import Parser
+    from powerclip.annotate.segmenters import Segmenter
     from powerclip.encoders import DualEncoder
-    from powerclip.evaluate.embedder import Embedder
-    from powerclip.report.heatmaps import Row
+    from powerclip.encoders.transforms import Preprocess, Tokenizer
+
+_DIGITS = 5  # of numbers in JSON
+
+
+@dataclass(frozen=True)
+class GroundSettings:
+    """How a caption is grounded.
+
+    Raises:
+        UserError: settings that do not go together.
+    """
+
+    regions: Regions = field(default_factory=Regions)
+    similarity: Similarity = "cosine"  # of a set of regions with a phrase, see `region_sets`
+    aggregation: Aggregation = "exact"  # over all sets, or by the paper's approximation
+    centre: Literal["none", "image"] = "none"  # image: its mean patch is subtracted from every patch of a region
+    tau: float = 0.001  # temperature of the approximation
+    alpha: float = 0.75  # of NLA-T2
+
+    def __post_init__(self) -> None:
+        check_sets(self.regions.count, self.similarity, self.aggregation)
+        if self.centre not in ("none", "image"):
+            raise UserError(f"regions are centred by none or image, not {self.centre!r}")
+        if not 0 < self.tau <= 1 or not 0 <= self.alpha <= 1:
+            raise UserError("tau lies between 0 and 1 and is not 0, alpha lies between 0 and 1")
+
+
+@dataclass(frozen=True)
+class GroundingModel:
+    """A model with what turns images and captions into its input."""
+
+    name: str
+    encoder: DualEncoder
+    preprocess: Preprocess
+    tokenizer: CaptionTokenizer
+
+    @classmethod
+    def load(
+        cls, model: str | Path, pretrained: str | None = None, device: str = "cpu", name: str | None = None
+    ) -> GroundingModel:
+        """The model that `powerclip.load` gives, under its own or another name."""
+        from powerclip.encoders import load
+
+        return cls.of(load(model, pretrained, device), str(model) if name is None else name)
+
+    @classmethod
+    def of(cls, loaded: tuple[DualEncoder, Preprocess, Tokenizer], name: str = "model") -> GroundingModel:
+        """What `powerclip.load` returned, as one."""
+        encoder, preprocess, tokenizer = loaded
+        return cls(name, encoder, preprocess, CaptionTokenizer(tokenizer))  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the towers are."""
+        return next(self.encoder.parameters()).device
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model makes of an image."""
+
+    image: Tensor  # [D] normalised
+    patches: Tensor  # [N, D]
+    grid: tuple[int, int]
+    view: Box  # the part of the image under the grid, in shares; beyond 0 … 1 where the image was padded
+
+
+@dataclass(frozen=True)
+class ReadCaption:
+    """What a model makes of a caption."""
+
+    caption: str
+    text: Tensor  # [D] normalised
+    nodes: tuple[Span, ...]  # K, in pre-order; those beyond the context length are left out
+    phrases: Tensor  # [K, D] p_B
+    leaves: Tensor  # [K] how many leaves each has
+    unread: str  # what the context length cut off
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A node of the caption's tree, and where it is seen."""
+
+    text: str
+    start: int  # in characters of the caption
+    end: int
+    label: str  # of the parse tree: NP, PP, …
+    parent: int | None  # the number of the phrase around it
+    heatmap: Tensor  # [rows, columns] cosine of each patch with p_B
+    similarities: Tensor  # [M] cosine of each region with p_B
+    best: tuple[int, ...]  # the regions of the best set
+    shares: Tensor  # [M] what each region adds to the score
+    score: float  # of the best set
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """A caption and its phrases in an image, as one model sees them."""
+
+    model: str
+    caption: str
+    unread: str  # the end of the caption that the model did not read; empty when it read all
+    grid: tuple[int, int]  # rows and columns of patches
+    view: Box  # the part of the image under the grid, in shares
+    regions: tuple[tuple[int, ...], ...]  # M: the patches of each, row by row
+    heatmap: Tensor  # [rows, columns] cosine of each patch with the global embedding of the caption
+    phrases: tuple[Phrase, ...]  # K, in pre-order: the first is the whole caption
+    clip: float  # cosine of the global embeddings: CLIP's score
+    t2r: float  # mean over phrases of the best set's score
+    r2t: float  # mean over sets of the best phrase's score
+    settings: GroundSettings
+
+    @property
+    def score(self) -> float:
+        """S̄, what PowerCLIP compares pairs by: both aggregations together."""
+        return self.t2r + self.r2t
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as lists, numbers and text."""
+        rounded = functools.partial(round, ndigits=_DIGITS)
+        return {
+            "model": self.model,
+            "caption": self.caption,
+            "unread": self.unread,
+            "grid": list(self.grid),
+            "view": [rounded(side) for side in self.view],
+            "regions": [list(cells) for cells in self.regions],
+            "heatmap": _numbers(self.heatmap),
+            "phrases": [
+                {
+                    "text": phrase.text,
+                    "start": phrase.start,
+                    "end": phrase.end,
+                    "label": phrase.label,
+                    "parent": phrase.parent,
+                    "heatmap": _numbers(phrase.heatmap),
+                    "similarities": _numbers(phrase.similarities),
+                    "best": list(phrase.best),
+                    "shares": _numbers(phrase.shares),
+                    "score": rounded(phrase.score),
+                }
+                for phrase in self.phrases
+            ],
+            "scores": {name: rounded(getattr(self, name)) for name in ("clip", "t2r", "r2t", "score")},
+            "settings": asdict(self.settings),
+        }
 
 
 def ground(
-    image_path: str | Path,
-    caption: str | Sequence[str],
-    model: str | Path | Sequence[str | Path],
-    output: str | Path,
-    brackets: str | Sequence[str] | None = None,
-) -> Path:
-    """Write the heatmaps of captions over the image at `image_path`, by one or several models, and return its path.
-
-    Several models stand below each other for each caption. Several captions, such as a caption and its edits, follow
-    each other: change a word and see which response moves.
+    model: str | Path | GroundingModel | tuple[DualEncoder, Preprocess, Tokenizer],
+    image: str | Path | Image.Image,
+    caption: str,
+    settings: GroundSettings | None = None,
+    *,
+    tree: Tree | str | None = None,
+    pretrained: str | None = None,
+    segmenter: Segmenter | None = None,
+) -> Grounding:
+    """Where a model sees a caption and each of its phrases in an image.
 
     Args:
-        image_path: any image that Pillow reads.
-        caption: what to look for in the image, or several captions.
-        model: a saved model or an open_clip name, as `powerclip.load` takes it, or several.
-        output: the PNG; its folder is made if it is missing.
-        brackets: the tree of each caption, Penn style. Without it, each word is a phrase of its own.
+        model: what `powerclip.load` takes or what it returned.
+        image: a file that Pillow reads, or an image.
+        caption: what to look for in it.
+        settings: the regions, and how sets of them are scored.
+        tree: the caption's parse tree, also as Penn brackets; without it the embedded parser makes one.
+        pretrained: with an open_clip name, the tag of its weights.
+        segmenter: for regions of kind `mobile_sam`; superpixels need none.
 
     Raises:
-        UserError: no such image or model, a tree that does not match, a caption without a word, an output that
-            cannot be written.
+        UserError: no such image or model, a caption without a word, settings that do not go together.
+
+    Examples:
+        >>> import torch, powerclip
+        >>> from PIL import Image
+        >>> model = powerclip.load("ViT-B-32")
+        >>> found = powerclip.ground(model, Image.new("RGB", (80, 60)), "a dog on a red chair")
+        >>> [phrase.text for phrase in found.phrases]
+        ['a dog on a red chair', 'a dog', 'on a red chair', 'a red chair']
     """
-    # Cheap checks come first, before the model is loaded.
-    target = _check_output(Path(output))
-    captions = [caption] if isinstance(caption, str) else list(caption)
-    models = [model] if isinstance(model, str | Path) else list(model)
-    if not captions or not models:
-        raise UserError("grounding needs at least one caption and one model")
-    trees = _trees(captions, [brackets] if isinstance(brackets, str) else brackets)
-    image = _open(Path(image_path))
-
-    from powerclip.report.heatmaps import heatmap_figure, save_png
-
-    by_model = [_rows(one, name, image, captions, trees) for one, name in zip(models, _names(models), strict=True)]
-    # Caption by caption, the models of each below each other.
-    rows = [row for number in range(len(captions)) for row in _hide_repeated_titles(rows[number] for rows in by_model)]
-    figure = heatmap_figure(rows)
-    try:
-        save_png(figure, target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror or error}") from None
-    return target
+    settings = settings or GroundSettings()
+    if not isinstance(tree, Tree):
+        tree = parse_captions([caption])[0] if tree is None else parse_bracketed(tree, caption)
+    check_caption(caption, tree)
+    opened = open_image(Path(image)) if isinstance(image, str | Path) else image
+    pieces = None
+    if settings.regions.kind in SEGMENTED:
+        pieces = find_pieces(opened, segmenter or _segmenter(settings.regions.kind))
+    if isinstance(model, str | Path):
+        model = GroundingModel.load(model, pretrained)
+    elif not isinstance(model, GroundingModel):
+        model = GroundingModel.of(model)
+    (seen,), (read_caption,) = see(model, [opened]), read(model, [caption], [tree])
+    masks = region_masks(settings.regions, seen.view, seen.grid, pieces)
+    return align(model.name, seen, read_caption, masks, settings)
 
 
-def _trees(captions: Sequence[str], brackets: Sequence[str] | None) -> list[Tree]:
-    if brackets is not None and len(brackets) != len(captions):
-        raise UserError(f"{len(captions)} captions, but {len(brackets)} trees: give one tree for each caption, or none")
-    trees = []
-    for number, caption in enumerate(captions):
-        tree = word_tree(caption) if brackets is None else parse_bracketed(brackets[number], caption)
-        if not tree.nodes:
-            raise UserError(f"caption {caption!r} has no word: say what to look for in the image")
-        trees.append(tree)
-    return trees
+def parse_captions(captions: Sequence[str], parser: Parser | None = None) -> list[Tree]:
+    """The trees that a parser makes of captions: the embedded one, which is loaded once."""
+    parsed = (parser or _embedded_parser()).parse(captions)
+    return [tree_from_spans(one.spans, caption) for one, caption in zip(parsed, captions, strict=True)]
 
 
-def _rows(
-    model: str | Path, name: str, image: Image.Image, captions: Sequence[str], trees: Sequence[Tree]
-) -> list[Row]:
-    """One row of heatmaps for each caption."""
-    from powerclip.data.tokens import CaptionTokenizer
-    from powerclip.encoders import load
-    from powerclip.evaluate.embedder import Embedder
-    from powerclip.report.heatmaps import Panel, Row
-
-    encoder, preprocess, tokenizer = load(model)
-    embedder = Embedder(encoder, CaptionTokenizer(tokenizer))
-    pixels = preprocess(image)
-    seen = _as_seen(encoder, pixels)
-    rows = []
-    for caption, tree in zip(captions, trees, strict=True):
-        phrases, heat = caption_heatmaps(embedder, pixels, caption, tree)
-        panels = [Panel(phrase, values) for phrase, values in zip(phrases, heat, strict=True)]
-        rows.append(Row(seen, panels, name=name))
-    return rows
+def check_caption(caption: str, tree: Tree) -> None:
+    """UserError for a caption without a word."""
+    if not tree.nodes:
+        raise UserError(f"caption {shorten(caption)!r} has no word: say what to look for in the image")
 
 
-def _hide_repeated_titles(rows: Iterable[Row]) -> list[Row]:
-    """Rows of one caption: titles are not repeated where the phrases are the same and fit in one line."""
-    from powerclip.report.heatmaps import COLUMNS
-
-    first, *others = rows
-    titles = [panel.phrase for panel in first.panels]
-    same = [len(titles) <= COLUMNS and titles == [panel.phrase for panel in other.panels] for other in others]
-    return [first, *(replace(other, continues=repeated) for other, repeated in zip(others, same, strict=True))]
-
-
-def _names(models: Sequence[str | Path]) -> list[str]:
-    """What stands beside each row: nothing for one model; else the last part of the path by which they differ."""
-    if len(models) == 1:
-        return [""]
-    parts = [Path(model).parts for model in models]
-    for depth in range(1, min(map(len, parts)) + 1):
-        ends = [part[-depth] for part in parts]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [str(model) for model in models]
+def see(model: GroundingModel, images: Sequence[Image.Image]) -> list[Seen]:
+    """Images as a model sees them, in one batch."""
+    pixels = torch.stack([model.preprocess(image.convert("RGB")) for image in images])
+    with evaluating(model.encoder):
+        embedded, patches = model.encoder.encode_patches(pixels.to(model.device))
+    views = [view_of(model, image.size) for image in images]
+    return [
+        Seen(one.float().cpu(), cells.float().cpu(), model.encoder.grid, view)
+        for one, cells, view in zip(embedded, patches, views, strict=True)
+    ]
 
 
-def word_tree(caption: str) -> Tree:
-    """A tree for a caption whose structure is unknown: the caption, and each word as a phrase."""
-    return tree_from_spans([Span(*match.span(), "X") for match in re.finditer(r"\S+", caption)], caption)
+def read(model: GroundingModel, captions: Sequence[str], trees: Sequence[Tree]) -> list[ReadCaption]:
+    """Captions and the nodes of their trees as a model reads them, in one batch."""
+    tokenized = [model.tokenizer.encode(caption) for caption in captions]
+    # Where each model stopped reading; a caption is cut behind its last token before the end token.
+    ends = [max((end for _, end in tokens.spans[1:-1]), default=0) for tokens in tokenized]
+    kept = [
+        tuple(node for node in tree.nodes if node.start < end) or tree.nodes[:1]
+        for tree, end in zip(trees, ends, strict=True)
+    ]
+    owners = [number for number, nodes in enumerate(kept) for _ in nodes]
+    single = [Tree(trees[number].leaves, (node,)) for number, nodes in enumerate(kept) for node in nodes]
+    tokens = model.tokenizer.pad([one.ids for one in tokenized])
+    with evaluating(model.encoder):
+        texts, words = model.encoder.encode_words(tokens.to(model.device))
+        phrases, leaves = embed_single_nodes(words, owners, single, [tokenized[owner] for owner in owners])
+    counts = [len(nodes) for nodes in kept]
+    return [
+        ReadCaption(caption, text, nodes, of_nodes, number, caption[end:].strip())
+        for caption, text, nodes, of_nodes, number, end in zip(
+            captions,
+            texts.float().cpu(),
+            kept,
+            phrases.float().cpu().split(counts),
+            leaves.cpu().split(counts),
+            ends,
+            strict=True,
+        )
+    ]
 
 
-def caption_heatmaps(embedder: Embedder, pixels: Tensor, caption: str, tree: Tree) -> tuple[list[str], Tensor]:
-    """Phrases and their heatmaps [phrases, rows, columns] over one preprocessed image [3, H, W].
+def align(name: str, seen: Seen, caption: ReadCaption, masks: Tensor, settings: GroundSettings) -> Grounding:
+    """The grounding of a caption in an image with regions [M, N]."""
+    regions = embed_regions(seen.patches[None], masks[None], settings.centre)[0]
+    sets = score_sets(
+        regions,
+        caption.phrases,
+        caption.leaves,
+        similarity=settings.similarity,
+        aggregation=settings.aggregation,
+        tau=settings.tau,
+        alpha=settings.alpha,
+    )
+    queries = torch.cat([caption.text[None], caption.phrases])
+    whole, *heatmaps = patch_similarity(seen.patches[None], queries).unflatten(1, seen.grid)
+    cosines = F.normalize(caption.phrases, dim=-1) @ regions.T
+    parents = _parents(caption.nodes)
+    return Grounding(
+        model=name,
+        caption=caption.caption,
+        unread=caption.unread,
+        grid=seen.grid,
+        view=seen.view,
+        regions=tuple(tuple(mask.nonzero().flatten().tolist()) for mask in masks),
+        heatmap=whole,
+        phrases=tuple(
+            Phrase(
+                text=caption.caption[node.start : node.end],
+                start=node.start,
+                end=node.end,
+                label=node.label,
+                parent=parents[number],
+                heatmap=heatmaps[number],
+                similarities=cosines[number],
+                best=tuple(sets.best[number].nonzero().flatten().tolist()),
+                shares=sets.shares[number],
+                score=float(sets.scores[number]),
+            )
+            for number, node in enumerate(caption.nodes)
+        ),
+        clip=float(seen.image @ caption.text),
+        t2r=sets.t2r,
+        r2t=sets.r2t,
+        settings=settings,
+    )
 
-    The first is the caption, by its global embedding; then each node below the root by its p_B. Nodes that lie
-    beyond the context length are left out: the model has not read them.
+
+def view_of(model: GroundingModel, size: tuple[int, int]) -> Box:
+    """The part of an image, `size` pixels wide and high, that lies under the model's grid, in shares of the image."""
+    settings = model.encoder.clip.visual.preprocess_cfg
+    if settings["resize_mode"] == "squash":
+        return 0.0, 0.0, 1.0, 1.0
+    height, width = model.encoder.image_size
+    scales = width / size[0], height / size[1]
+    # The shorter side fills the model's and the longer is cropped, or the longer fills it and the shorter is padded.
+    scale = max(scales) if settings["resize_mode"] == "shortest" else min(scales)
+    x, y = (share / scale / 2 for share in scales)
+    return 0.5 - x, 0.5 - y, 0.5 + x, 0.5 + y
+
+
+def open_image(path: Path) -> Image.Image:
+    """The image in a file, as RGB.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
     """
-    from powerclip.evaluate.embedder import evaluating
-    from powerclip.evaluate.metrics import patch_similarity
-
-    _, *inner = tree.nodes
-    read_until = max(end for _, end in embedder.tokenizer.encode(caption).spans[:-1])
-    nodes = tuple(node for node in inner if node.start < read_until)
-    with evaluating(embedder.encoder):
-        patches = embedder.encoder.encode_patches(pixels[None].to(embedder.device))[1].cpu()
-    queries = torch.cat([embedder.texts([caption]), embedder.phrases([caption], [Tree(tree.leaves, nodes)])])
-    phrases = [caption, *(caption[node.start : node.end] for node in nodes)]
-    return phrases, patch_similarity(patches, queries).unflatten(1, embedder.encoder.grid)
-
-
-def _open(path: Path) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     if not path.exists():
@@ -163,22 +370,31 @@ def _open(path: Path) -> Image.Image:
         raise UserError(f"{path} cannot be read as an image: {error}") from None
 
 
-def _check_output(path: Path) -> Path:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name the PNG to write, for example {path / 'heatmaps.png'}")
-    if path.suffix.lower() != ".png":
-        raise UserError(f"{path}: the heatmaps are written as PNG; let the name end in .png")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise UserError(f"cannot write {path}: {above} is a file, not a folder")
-    return path
+@functools.cache
+def _embedded_parser() -> Parser:
+    from powerclip.annotate.parsers import load_parser
+
+    return load_parser("embedded", "cpu")
 
 
-def _as_seen(encoder: DualEncoder, pixels: Tensor) -> Tensor:
-    """The image as the model saw it, cropped and scaled, with the normalisation undone: [3, H, W] uint8.
+def _segmenter(kind: str) -> Segmenter:
+    from powerclip.annotate.segmenters import load_segmenter
 
-    Heatmaps lie over what the model saw, not over the file.
-    """
-    settings = encoder.clip.visual.preprocess_cfg
-    mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("mean", "std"))
-    return ((pixels.cpu() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return load_segmenter(kind, "cpu")
+
+
+def _parents(nodes: Sequence[Span]) -> list[int | None]:
+    """The number of the node around each, in pre-order."""
+    parents: list[int | None] = []
+    around: list[int] = []
+    for number, node in enumerate(nodes):
+        while around and nodes[around[-1]].end < node.end:
+            around.pop()
+        parents.append(around[-1] if around else None)
+        around.append(number)
+    return parents
+
+
+def _numbers(values: Tensor) -> list[Any]:
+    # In double precision, where a rounded number prints with as many digits as it has.
+    return values.double().round(decimals=_DIGITS).tolist()

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from powerclip.data.captions import IMAGE_SUFFIXES, split_member
+from powerclip.data.tar_index import TarDamage, iter_members
+from powerclip.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -140,3 +144,52 @@ class DatasetImages:
     def decode(self, content: bytes) -> Image.Image:
         """The image with these pixels."""
         return unpack_pixels(content)
+
+
+def find_images(paths: Sequence[Path], keys: Set[str]) -> dict[str, TarMember | Path]:
+    """Key → image, of those keys that are in the tars and folders; a key is a file's name up to its first dot.
+
+    Raises:
+        UserError: a tar cannot be read, or two images have the same key.
+    """
+    images: dict[str, TarMember | Path] = {}
+    for path in paths:
+        for key, image in _images_in(path):
+            if key in images:
+                raise UserError(f"--images: {images[key]} and {image} have the same key {key!r}")
+            if key in keys:
+                images[key] = image
+    return images
+
+
+def _images_in(path: Path) -> Iterator[tuple[str, TarMember | Path]]:
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            key, suffix = split_member(file.name)
+            if file.suffix == ".tar":
+                yield from _images_in(file)
+            elif suffix in IMAGE_SUFFIXES:
+                yield key, file
+        return
+    try:
+        for member in iter_members(path):
+            key, suffix = split_member(member.name)
+            if suffix in IMAGE_SUFFIXES:
+                yield key, TarMember(path, *member)
+    except (TarDamage, OSError) as error:
+        raise UserError(f"{path} cannot be read as a tar: {error}; copy it again or leave it out") from None
+
+
+def image_source(images: Sequence[TarMember | Path]) -> TarImages | FileImages:
+    """Images that `find_images` found, as a source.
+
+    Raises:
+        UserError: some are files and some lie in tars.
+    """
+    members = [image for image in images if isinstance(image, TarMember)]
+    files = [image for image in images if isinstance(image, Path)]
+    if members and files:
+        raise UserError(
+            f"--images: some images are files ({files[0]}), others lie in tars ({members[0]}): give one kind"
+        )
+    return TarImages(members) if members else FileImages(files)

@@ -251,6 +251,17 @@ def phrases_of_other_images(image_of_phrase: Tensor) -> Tensor | None:
     return None if (image_of_phrase[other] == image_of_phrase).any() else other
 
 
+def share_inside(maps: Tensor, inside: Tensor) -> Tensor:
+    """Share of the positive part of each map [T, N] that lies in the patches `inside` [N] bool: [T] in float64.
+
+    A map without a positive patch has none anywhere.
+    """
+    positive = maps.double().clamp(min=0)
+    # NaN is no response.
+    positive = torch.where(positive.isfinite(), positive, 0)
+    return positive[:, inside].sum(1) / positive.sum(1).clamp(min=1e-12)
+
+
 # ---- swap accuracy ---------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +320,52 @@ def swap_hits(maps: Tensor, masks: Tensor, pairs: Tensor) -> Tensor:
     own = mean_inside(maps[a], masks[a]) + mean_inside(maps[b], masks[b])
     swapped = mean_inside(maps[a], masks[b]) + mean_inside(maps[b], masks[a])
     return (own > swapped).double() + 0.5 * (own == swapped)
+
+
+def mask_differences(masks: Tensor, pairs: Tensor) -> Tensor:
+    """How much more of the first phrase's boxes than of the second's lies in each cell: [pairs, cells] in float64.
+
+    The margin of two fixed maps, one for the first and one for the second phrase of a pair, is a linear function of it.
+    """
+    shares = masks.flatten(1).double()
+    shares = shares / shares.sum(1, keepdim=True)
+    return shares[pairs[:, 0]] - shares[pairs[:, 1]]
+
+
+def swap_hits_of_bias(differences: Tensor) -> Tensor:
+    """Hits of fixed maps that know only which phrase of a pair is which: [pairs], 1 for a hit, 0.5 for a tie.
+
+    The maps say where the boxes of first and of second phrases usually lie in the other pairs, whose differences are
+    given [pairs, cells]. So this is what a model reaches that reads nothing of a phrase but its place in the sentence.
+    """
+    margin = ((differences.sum(0) - differences) * differences).sum(1)
+    return (margin > 0).double() + 0.5 * (margin == 0)
+
+
+def balancing_weights(features: Tensor, ridge: float = 1e-4, steps: int = 50) -> Tensor:
+    """Weights [rows] that sum to one, are as equal as can be, and make the mean of each feature [rows, F] about zero.
+
+    They are of the largest entropy: softmax(features · θ), θ the minimum of log Σ exp(features · θ) + ridge |θ|², which
+    Newton's method finds. The ridge keeps them finite where no weights could balance a feature.
+    """
+    theta = torch.zeros(features.shape[1], dtype=torch.double)
+    eye = torch.eye(features.shape[1], dtype=torch.double)
+    value = torch.logsumexp(features @ theta, 0)
+    for _ in range(steps):
+        weights = torch.softmax(features @ theta, 0)
+        mean = weights @ features
+        curvature = features.T @ (weights[:, None] * features) - torch.outer(mean, mean) + 2 * ridge * eye
+        step = torch.linalg.solve(curvature, mean + 2 * ridge * theta)
+        # A full step may go too far while the weights are still uneven: it is halved until it helps.
+        for _ in range(steps):
+            tried = torch.logsumexp(features @ (theta - step), 0) + ridge * (theta - step).square().sum()
+            if tried <= value:
+                break
+            step = step / 2
+        theta, value = theta - step, tried
+        if step.abs().max() < 1e-9:
+            break
+    return torch.softmax(features @ theta, 0)
 
 
 # ---- set accuracy ----------------------------------------------------------------------------------------------------

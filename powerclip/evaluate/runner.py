@@ -21,13 +21,16 @@ from typing import Any
 
 from rich.console import Console
 
+from powerclip.data.columns import Columns
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
-from powerclip.evaluate.readers import read_path
+from powerclip.evaluate.grid import read_grid
+from powerclip.evaluate.readers import read_negatives, read_path
+from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
-from powerclip.evaluate.tasks import Grounding, Scored, Task
+from powerclip.evaluate.tasks import CaptionRetrieval, Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, print_line
@@ -61,6 +64,8 @@ def evaluate_model(
     pointing: Sequence[Path] = (),
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
+    grid: Sequence[Path] = (),
+    scenes: int = 0,
     suite: str | None = None,
     data: Path | None = None,
     datasets: Sequence[str] = (),
@@ -69,8 +74,9 @@ def evaluate_model(
     cache: bool = True,
     again: bool = False,
     quiet: bool = False,
+    columns: Columns | None = None,
 ) -> Evaluated:
-    """Load the model and evaluate it on what is named: paths, boxes of `pointing`, phrases of `grounding`, a suite.
+    """Load the model and evaluate it on what is named: paths, boxes, phrases, mosaics, a suite.
 
     One argument for each option of the command. Embeddings are kept in `output/embeddings`.
 
@@ -80,7 +86,9 @@ def evaluate_model(
     with join_ranks(device) as ranks:
         # Cheap checks come first, before the model is loaded.
         of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
-        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, suite))
+        own = ranks.raise_on_all(
+            lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, columns, any_other=scenes > 0)
+        )
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
 
@@ -90,6 +98,7 @@ def evaluate_model(
         encoder, _, tokenizer = ranks.raise_on_all(
             lambda: load(model, pretrained=pretrained, device=choose_device(device, ranks, setting="--device"))
         )
+        own += _scene_jobs(scenes, encoder.image_size[0]) if scenes else []
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
         done = evaluate(
@@ -107,15 +116,20 @@ def jobs_for_paths(
     pointing: Sequence[Path] = (),
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
+    grid: Sequence[Path] = (),
+    columns: Columns | None = None,
 ) -> list[Job]:
     """One job for each path of the user's own data, named after it.
 
-    `pointing` are files of boxes, `grounding` those of captions' phrases, whose images are in `images`.
+    `pointing` are files of boxes, `grounding` those of captions' phrases, `grid` captioned images for mosaics. The
+    images of phrases and of hard negatives are in `images`; `columns` are those of tables.
     """
     jobs: list[Job] = []
-    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_path) for path in paths]
+    read_own = partial(_read_path, images=images, columns=columns)
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_own) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
+    readers += [(path, read_grid) for path in grid]
     # A user's own data never pass for a dataset of the paper.
     taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
     for path, read in readers:
@@ -123,6 +137,19 @@ def jobs_for_paths(
         taken.add(_file_name(name))
         jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
     return jobs
+
+
+def _scene_jobs(count: int, size: int) -> list[Job]:
+    """The embedded scenes, drawn at the size that the model reads: their four tasks, and grounding with sets."""
+    tasks = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
+    return [Job(f"scenes {name}", f"scenes_{name}", lambda task=task: task, "scenes") for name, task in tasks.items()]
+
+
+def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:
+    """The benchmark at a path; hard negatives find their images in `images`, where these are named."""
+    if images and path.suffix.lower() == ".json":
+        return read_negatives(path, images)
+    return read_path(path, columns=columns)
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -233,6 +260,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     if is_grounding and (without := counts["phrases"] - counts["phrases with sets"]):
         notes.append(f"no sets for {without:,} phrases of images with one box or more than {Grounding.most_regions}")
+    notes += [records[0]["powerclip"]["note"]] if "note" in records[0]["powerclip"] else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -254,7 +282,8 @@ def _grounding_parts(metrics: Mapping[str, float | None]) -> list[str]:
     return [
         f"pointing in caption / alone {both('pointing_{}')} (chance {shown('pointing_chance')}, "
         f"fixed patch {shown('pointing_fixed_patch')}, another image's phrase {both('pointing_{}_other')})",
-        f"swap {both('swap_{}')}",
+        f"swap {both('swap_{}')} (order alone {shown('swap_by_order')}), balanced {both('swap_{}_balanced')} "
+        f"(order alone {shown('swap_by_order_balanced')})",
         *sets,
     ]
 
@@ -287,24 +316,30 @@ def _own_jobs(
     pointing: Sequence[Path],
     grounding: Sequence[Path],
     images: Sequence[Path],
+    grid: Sequence[Path],
     suite: str | None,
+    columns: Columns | None,
+    any_other: bool,
 ) -> list[Job]:
-    """The jobs of the user's own data; there may be none beside a suite."""
-    if suite is None and not paths and not pointing and not grounding:
+    """The jobs of the user's own data; there may be none beside a suite, or beside any other."""
+    if suite is None and not any_other and not paths and not pointing and not grounding and not grid:
         raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
-    if bool(grounding) != bool(images):
-        raise UserError("--grounding and --images belong together: phrases with boxes, and tars or a folder of images")
+    if grounding and not images:
+        raise UserError("--grounding needs --images: phrases with boxes, and tars or a folder of their images")
+    if images and not grounding and not any(path.suffix.lower() == ".json" for path in paths):
+        raise UserError("--images belongs to --grounding, or to a .json of hard negatives")
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder {path}")
-    for path in images:
-        if not path.exists():
-            raise UserError(f"--images: there is no file or folder {path}")
+    for option, several in (("--images", images), ("--grid", grid)):
+        for path in several:
+            if not path.exists():
+                raise UserError(f"{option}: there is no file or folder {path}")
     for option, files in (("--pointing", pointing), ("--grounding", grounding)):
         for path in files:
             if not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-    return jobs_for_paths(paths, pointing, grounding, images)
+    return jobs_for_paths(paths, pointing, grounding, images, grid, columns)
 
 
 def _suite_jobs(suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
@@ -341,6 +376,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         "weights": embedder.digest.hex(),
         "data": job.where,
     }
+    if isinstance(task, CaptionRetrieval) and task.note:
+        about["note"] = task.note
     return [
         {
             "dataset": f"{job.name}/{part}" if part else job.name,
@@ -409,6 +446,12 @@ def _short(name: str) -> str:
         "pointing_words": "in caption",
         "pointing_text": "alone",
         "pointing_chance": "chance",
+        "grid_words": "in caption",
+        "grid_words_hit": "highest patch in caption",
+        "grid_text": "alone",
+        "grid_text_hit": "highest patch alone",
+        "grid_chance": "chance",
+        "mean_image_acc": "mean image",
     }
     head, at, rest = name.partition("@")
     return f"{shown.get(head, head)}{at}{rest}"

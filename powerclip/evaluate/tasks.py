@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -78,11 +78,13 @@ class CaptionRetrieval:
     images: ImageSource
     captions: Sequence[str]
     image_of_caption: Tensor  # [captions]
+    note: str = ""  # of a table: which columns were read, and what was left out
 
     @property
     def summary(self) -> str:
         """`1,000 images, 5,000 captions`."""
-        return f"{len(self.images.names):,} images, {len(self.captions):,} captions"
+        counts = f"{len(self.images.names):,} images, {len(self.captions):,} captions"
+        return f"{counts}; {self.note}" if self.note else counts
 
     def score(self, embedder: Embedder) -> Scored:
         """Recall at 1, 5 and 10 in both directions, and their mean."""
@@ -114,15 +116,18 @@ class HardNegatives:
         return f"{len(self.captions):,} comparisons{left_out}"
 
     def score(self, embedder: Embedder) -> Scored:
-        """Accuracy of all items and of each kind."""
+        """Accuracy of all items and of each kind; `mean_image_acc` is that of the mean image, which sees nothing."""
         embedded = embedder.images(self.images)
         captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
         kept = embedded.readable[self.image_of_item]
-        vectors = embedded.vectors[self.image_of_item[kept]]
-        preferred = metrics.prefers_caption(vectors, captions[kept], negatives[kept])
+        vectors, captions, negatives = embedded.vectors[self.image_of_item[kept]], captions[kept], negatives[kept]
+        preferred = metrics.prefers_caption(vectors, captions, negatives)
+        blind = metrics.prefers_caption(embedded.vectors[embedded.readable].mean(0), captions, negatives)
         kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
         counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
-        return Scored(metrics.hard_negatives(preferred, kinds), counts, embedded.corrupt)
+        parts = metrics.hard_negatives(preferred, kinds)
+        parts[""]["mean_image_acc"] = _mean(blind.double())
+        return Scored(parts, counts, embedded.corrupt)
 
 
 @dataclass(frozen=True)
@@ -292,6 +297,7 @@ class Grounding:
     most_overlap: ClassVar[float] = 0.1
     # Overlaps are those on a fine grid, not on the model's, so that the pairs are the same for all models.
     fine_grid: ClassVar[tuple[int, int]] = (64, 64)
+    bias_grid: ClassVar[tuple[int, int]] = (6, 6)  # where things usually are is a smooth matter
     most_regions: ClassVar[int] = 12  # an image with more has too many sets to try
 
     phrases: PointingGame
@@ -331,18 +337,42 @@ class Grounding:
     def _swap(
         self, maps: Mapping[str, Tensor], names: Sequence[str], kept: Tensor, grid: tuple[int, int]
     ) -> tuple[Metrics, int]:
-        """Swap accuracy of all pairs, and of those whose more central phrase comes first, or last, in the sentence."""
+        """Swap accuracy of all pairs, of those whose more central phrase comes first, or last, and balanced.
+
+        Beside it, what fixed maps reach that know only which phrase comes first, or which is longer.
+        """
         pairs, farther = self.swap_pairs()
         readable = kept[pairs].all(1)
         pairs, farther = pairs[readable], farther[readable]
         masks = _union_masks(self.phrases.boxes, grid)
+        biases, weights = self._biases(pairs)
         found: Metrics = {}
+
+        def add(name: str, hits: Tensor) -> None:
+            found[f"swap_{name}"] = _mean(hits)
+            found[f"swap_{name}_balanced"] = (weights * hits).sum().item() if len(hits) else None
+
         for query in names:
             hits = metrics.swap_hits(maps[query], masks, pairs)
-            found[f"swap_{query}"] = _mean(hits)
+            add(query, hits)
             found[f"swap_{query}_central_first"] = _mean(hits[farther < 0])
             found[f"swap_{query}_central_last"] = _mean(hits[farther > 0])
+        for bias, differences in biases.items():
+            add(f"by_{bias}", metrics.swap_hits_of_bias(differences))
         return found, len(pairs)
+
+    def _biases(self, pairs: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """What place and length tell of pairs of phrases [pairs, 2], and weights under which they tell nothing [pairs].
+
+        For each bias, the differences [pairs, cells] of the boxes of the first and the second, or of the longer and
+        the shorter phrase. With the weights, each of the two lies in a cell as often as the other.
+        """
+        masks = _union_masks(self.phrases.boxes, self.bias_grid)
+        lengths = torch.tensor([span.end - span.start for span in self.phrases.spans])
+        longer = torch.sign(lengths[pairs[:, 0]] - lengths[pairs[:, 1]])
+        differences = metrics.mask_differences(masks, pairs)
+        biases = {"order": differences, "length": differences * longer[:, None]}
+        return biases, metrics.balancing_weights(torch.cat([*biases.values()], 1))
 
     def swap_pairs(self) -> tuple[Tensor, Tensor]:
         """Pairs of phrases of one caption whose boxes hardly overlap [pairs, 2], the one that is named first in front.
@@ -435,7 +465,24 @@ def _tree(caption: str, span: Span) -> Tree:
     return Tree(tree_from_spans([span], caption).leaves, (span,))
 
 
-Task = Classification | CaptionRetrieval | HardNegatives | CaptionPairs | LinearProbe | PointingGame | Grounding
+class Task(Protocol):
+    """A benchmark: what it holds, and how an embedder scores it."""
+
+    task: ClassVar[str]  # its kind, as results name it
+
+    @property
+    def images(self) -> ImageSource:
+        """All that it shows to the model."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it holds, in a few words."""
+        ...
+
+    def score(self, embedder: Embedder) -> Scored:
+        """Its metrics."""
+        ...
 
 
 def _readable(embedded: Embedded, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ A checkpoint is one `torch.save` archive of plain values and tensors, so that re
 from __future__ import annotations
 
 import os
-import re
-import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,31 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powerclip.errors import UserError, first_line
+from powerclip.errors import UserError
+from powerclip.runtime.checkpoint_file import FORMAT, VERSION, BadCheckpoint, checkpoint_path, checkpoints, read
 from powerclip.runtime.distributed import SINGLE, Ranks
-
-FORMAT = "powerclip-checkpoint"
-VERSION = 1
 
 # A full disk may be cleared in time; after so many failures in a row the run stops.
 MAX_FAILURES = 3
-
-_NAME = re.compile(r"step-(\d+)\.pt")
-
-
-class BadCheckpoint(UserError):
-    """A file that is not a checkpoint of powerclip, or is damaged."""
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """The file of a step: `step-000100.pt`."""
-    return folder / f"step-{step:06d}.pt"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first."""
-    by_step = [(int(match[1]), path) for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(by_step)]
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
@@ -64,30 +43,6 @@ def write(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     for old in checkpoints(folder)[:-keep]:
         old.unlink()
     return path
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file, on the CPU; BadCheckpoint when it is torn, corrupt or not ours."""
-    try:
-        # torch reads tensors without looking at their checksums, so a flipped bit would become a wrong weight.
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken is not None:
-            raise BadCheckpoint(f"{path}: corrupt checkpoint (checksum of {broken} is wrong)")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (UserError, FileNotFoundError, PermissionError):
-        raise
-    except zipfile.BadZipFile:
-        raise BadCheckpoint(f"{path}: torn or not a checkpoint at all") from None
-    except Exception as error:  # a damaged archive can fail in any of the readers' ways
-        raise BadCheckpoint(f"{path}: cannot be read as a checkpoint ({first_line(error)})") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise BadCheckpoint(f"{path}: not a checkpoint of powerclip train")
-    if state.get("version") != VERSION:
-        raise BadCheckpoint(
-            f"{path}: checkpoint format {state.get('version')}, this version of powerclip reads {VERSION}"
-        )
-    return state
 
 
 def newest(

@@ -14,29 +14,32 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from powerclip.alignment.regions import random_boxes
 from powerclip.data.batch import Batch
-from powerclip.data.scenes import generate
-from powerclip.data.tokens import CaptionTokenizer, pack_phrases
-from powerclip.encoders import DualEncoder, tokenizer_for
+from powerclip.encoders.models import Blueprint
+from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.runtime.progress import duration, print_line
 from powerclip.train.communication import FAST, seconds, traffic
+from powerclip.train.data import annotations
 from powerclip.train.inputs import Input, inputs, samples_of
 from powerclip.train.loop import train_step
+from powerclip.train.memory import (
+    GIB,
+    count,
+    estimate,
+    misfit,
+    synthetic_batch,
+    trained_parameters,
+)
 from powerclip.train.mfu import operations, peak_flops
-from powerclip.train.recipe import Recipe, steps_of
+from powerclip.train.recipe import ModelSection, Recipe, check_warmup, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.state import TrainState, start
-from powerclip.train.towers import Towers
 
 # A burst on a CPU grows until one step takes this long.
 ENOUGH_SECONDS = 1.0
-STATE_BYTES = 16  # of a trained parameter: weight, gradient and AdamW's two moments in float32
-CHECKPOINT_BYTES = 12  # the same without the gradient
-GIB = 2**30
+CHECKPOINT_BYTES = 12  # of a trained parameter: its weight and AdamW's two moments in float32
 TYPICAL_NODES = 12.0  # mean K of web captions
 
 
@@ -48,7 +51,6 @@ class Burst:
     seconds: float  # of a step
     seconds_per_pair: float  # of one more pair
     length: int  # tokens of a caption row
-    activation_bytes: float  # kept for the backward pass, for one pair
     peak_bytes: int | None  # on the GPU
 
     def step(self, pairs: int) -> float:
@@ -74,8 +76,11 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     recipe, length, known = settled(recipe, files)
     # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
     once = replace(recipe.train, accumulate=1)
-    burst_recipe = replace(recipe, model=replace(recipe.model, pretrained=None), train=once)
+    blueprint, weights = find_towers(recipe.model)
+    files += weights
+    burst_recipe = replace(recipe.with_towers(blueprint.config), train=once)
     state = start(burst_recipe)
+    state.encoder.directory = blueprint.directory
     for head, text in describe_run(recipe, state, length, files):
         say(head, text)
     if not quiet:
@@ -88,13 +93,32 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
         say(head, text)
 
 
+def find_towers(model: ModelSection) -> tuple[Blueprint, list[Input]]:
+    """The towers of a recipe, and its weights if they are missing.
+
+    Raises:
+        UserError: without the weights it is not known which towers are meant, or there are no such towers.
+    """
+    try:
+        return resolve(model.name, model.config, model.pretrained), []
+    except UserError as error:
+        if model.pretrained is None or (model.name is None and model.config is None):
+            raise
+        missing = Input("model.pretrained", "", problem=str(error))
+        return resolve(model.name, model.config), [missing]
+
+
 def settled(recipe: Recipe, files: list[Input]) -> tuple[Recipe, str, bool]:
     """The recipe with its number of steps, that length in words, and whether it is known."""
     train, samples = recipe.train, samples_of(recipe, files)
-    if train.epochs is not None and recipe.data.samples is None:
+    if train.epochs is not None and not recipe.knows_steps:
         if samples is None:
             return recipe, f"{train.epochs:g} epochs; how many steps that is shows when the data are there", False
-        train = replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
+        try:
+            train = replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
+            check_warmup(replace(recipe, train=train))
+        except ValueError as error:
+            raise UserError(str(error)) from None
     shown = train.steps * train.batch_size
     text = f"{train.steps:,} steps × {train.batch_size:,} pairs = {shown:,} pairs"
     if samples:
@@ -107,13 +131,22 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     clip, optim = state.encoder.clip, recipe.optim
     image, total, extra = count(clip.visual), count(state.encoder), count(state.objective)
     rows, columns = state.encoder.grid
-    yield "model", f"{recipe.model.name or 'towers of the recipe'}: {total / 1e6:.1f} M parameters"
+    yield "model", f"{model_name(recipe.model)}: {total / 1e6:.1f} M parameters"
     yield "", f"image tower {image / 1e6:.1f} M, {clip.visual.image_size[0]}² pixels, {rows} × {columns} patches"
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
         yield "", f"starts from {recipe.model.pretrained}"
+    trained = count(state.encoder, trained=True)
+    if trained < total:
+        settings = recipe.train
+        how = [f"freeze {settings.freeze}"] * bool(settings.freeze) + [f"LoRA of rank {settings.lora}"] * bool(
+            settings.lora
+        )
+        yield "", f"trains {trained / 1e6:.2f} M of them ({', '.join(how)})"
     parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + parameters
+    for text in describe_objective(recipe):
+        yield "", text
     device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU"
     how = [precision(state)] + ["compiled"] * (state.unwrapped_towers.compile_mode != "none")
     yield "device", f"{device}, {', '.join(how)}"
@@ -121,28 +154,55 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     rate = f"lr {optim.lr:g}, {optim.schedule}, {optim.warmup:,} steps of warm-up"
     yield "optimiser", f"AdamW, {rate}, weight decay {optim.weight_decay:g}"
     yield "data", recipe.data.source
-    for item in files:
+    shards = next((item.paths for item in files if item.setting == "data.shards"), ())
+    found = annotations(recipe, shards) if shards or recipe.data.source == "scenes" else ()
+    for item in (*files, *found):
         yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
+
+
+def model_name(model: ModelSection) -> str:
+    """What a recipe calls its towers."""
+    if model.config is not None:
+        return "towers of the recipe"
+    return model.name or f"towers of {model.pretrained}"
+
+
+def describe_objective(recipe: Recipe) -> Iterator[str]:
+    """What decides the loss, in the paper's letters, as lines."""
+    if recipe.objective != "powerclip":
+        if recipe.objective_settings:
+            yield ", ".join(f"{name} {value}" for name, value in recipe.objective_settings.items())
+        return
+    config, regions = recipe.alignment, recipe.regions
+    contrast = f"triplet, γ {config.gamma:g}" if config.loss == "triplet" else "softmax"
+    number = f" ({config.k})" if config.negatives == "k" else ""
+    yield f"preset {config.preset}: loss {contrast}, negatives {config.negatives}{number}, λ {config.weight:g}"
+    sets = "of any size" if config.largest_set == 0 else f"of at most {config.largest_set}"
+    yield f"{config.aggregation}, {config.similarity}s, α {config.alpha:g}, τ {config.tau:g}, best sets {sets}"
+    kind = "stored masks" if regions.kind == "segments" else "random boxes"
+    largest = f" of at most {regions.largest:g} of the side" if regions.largest < 1 else ""
+    parts = "trees" if config.parse_trees else "single tokens"
+    yield f"M {regions.count} {kind}{largest} an image; {parts} of captions"
 
 
 def describe_cost(
     recipe: Recipe, state: TrainState, burst: Burst, ranks: int, pairs: int, steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Memory and time, as lines: what was measured and what follows from it."""
-    shards = ranks if recipe.train.sharding == "full" else 1
-    state_gib = trained(state) * STATE_BYTES / shards / GIB
-    parts = f"{state_gib:.1f} weights, gradients and AdamW's moments"
+    needed = estimate(recipe, state, ranks)
+    parts = f"{needed.state / GIB:.1f} weights, gradients and AdamW's moments"
     if burst.peak_bytes is not None:
         yield "memory", f"{burst.peak_bytes / GIB:.1f} GiB on the GPU with {burst.pairs:,} pairs, measured: {parts}"
         if burst.pairs < pairs:
             fits = recipe.train.accumulate * -(-pairs // burst.pairs)
             yield "", f"{pairs:,} pairs do not fit at once; train.accumulate={fits} sends them through in parts that do"
     else:
-        activations = burst.activation_bytes * pairs / GIB
-        total = state_gib + activations
-        yield "memory", f"about {total:.1f} GiB for each process: {parts}, {activations:.1f} activations"
-        of_a_pair = f"{burst.activation_bytes / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(state)}"
+        activations = f"{needed.activations / GIB:.1f} activations"
+        yield "memory", f"about {needed.total / GIB:.1f} GiB for each process: {parts}, {activations}"
+        of_a_pair = f"{needed.pair / 2**20:.1f} MiB for each of {pairs:,} pairs in {precision(state)}"
         yield "", f"activations of the towers, counted: {of_a_pair}; the loss comes on top"
+        if problem := misfit(needed, recipe, state):
+            yield "", f"DOES NOT FIT: {problem}"
     rounds = recipe.train.batch_size / (pairs * ranks)
     # Accumulation runs the towers once more, without a gradient: a third of a step.
     step = burst.step(pairs) * rounds * (4 / 3 if rounds > 1 else 1)
@@ -150,7 +210,7 @@ def describe_cost(
     yield "time", f"{run_time}{step:.3g} s a step, without waiting for data"
     beyond = f"; the rest extrapolated in a line to {pairs:,}" if burst.pairs != pairs else ""
     yield "", f"measured: a step of {burst.pairs:,} pairs takes {burst.seconds:.3g} s{beyond}"
-    cost, peak = operations(recipe, burst.length), peak_flops(state.device)
+    cost, peak = operations(recipe.with_towers(state.encoder.config), burst.length), peak_flops(state.device)
     rate = recipe.train.batch_size / ranks / step
     share = f", {rate * cost / peak:.1%} of the GPU's bf16 rate" if peak else ""
     yield "", f"{cost / 1e9:.1f} GFLOP a pair, {rate:,.1f} pairs/s for each process{share}"
@@ -161,8 +221,8 @@ def describe_cost(
 def describe_messages(recipe: Recipe, state: TrainState, ranks: int) -> Iterator[tuple[str, str]]:
     """What the ranks send each other, estimated, as lines."""
     nodes = TYPICAL_NODES if recipe.objective == "powerclip" else 0.0
-    width = state.encoder.clip.visual.output_dim
-    sent = traffic(ranks, recipe.train.batch_size, width, trained(state), nodes)
+    width = state.encoder.embed_dim
+    sent = traffic(ranks, recipe.train.batch_size, width, trained_parameters(state), nodes)
     parts = f"{sent.gradients / 2**20:,.0f} gradients, {sent.exposed / 2**20:,.0f} for the loss"
     yield "messages", f"{sent.total / 2**20:,.0f} MiB a step from each of {ranks} ranks: {parts}"
     yield "", f"{1e3 * seconds(sent.total, ranks, FAST):.1f} ms over {FAST.name}, on paper"
@@ -170,7 +230,7 @@ def describe_messages(recipe: Recipe, state: TrainState, ranks: int) -> Iterator
 
 def describe_output(recipe: Recipe, state: TrainState, folder: RunFolder) -> Iterator[tuple[str, str]]:
     """What would be written where, as lines."""
-    train, size = recipe.train, trained(state) * CHECKPOINT_BYTES / GIB
+    train, size = recipe.train, trained_parameters(state) * CHECKPOINT_BYTES / GIB
     yield "output", f"{folder.root}: {folder_state(folder)}"
     when = [f"every {train.checkpoint_every:,} steps"] if train.checkpoint_every else []
     when += [f"every {train.checkpoint_minutes:g} minutes"] if train.checkpoint_minutes else []
@@ -187,7 +247,7 @@ def folder_state(folder: RunFolder) -> str:
         return "holds a finished run (--overwrite replaces it)"
     if folder.holds_run():
         return "holds an unfinished run (--resume continues it)"
-    if folder.root.exists() and (not folder.root.is_dir() or any(folder.root.iterdir())):
+    if folder.root.exists() and (not folder.root.is_dir() or not folder.is_empty()):
         return "is not empty and not a run; choose another --output"
     return "free"
 
@@ -197,7 +257,6 @@ def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
     gpu = state.device.type == "cuda"
     size = pairs if gpu else min(2, pairs)
     history: list[tuple[int, float]] = []
-    activations = activation_bytes(state, synthetic_batch(recipe, state.encoder, 2))
     while True:
         batch = synthetic_batch(recipe, state.encoder, size).to(state.device)
         try:
@@ -216,7 +275,7 @@ def measure(recipe: Recipe, state: TrainState, pairs: int) -> Burst:
     (size, took), before = history[-1], history[-2] if len(history) > 1 else None
     slope = took / size if before is None else max(0.0, (took - before[1]) / (size - before[0]))
     peak = torch.cuda.max_memory_allocated(state.device) if gpu else None
-    return Burst(size, took, slope, batch.tokens.shape[1], activations, peak)
+    return Burst(size, took, slope, batch.tokens.shape[1], peak)
 
 
 def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, repeats: int = 3) -> float:
@@ -232,52 +291,6 @@ def time_steps(recipe: Recipe, state: TrainState, batch: Batch, warmup: int, rep
         if len(times) > warmup and times[-1] > 5 * ENOUGH_SECONDS:
             break
     return min(times[warmup:])
-
-
-def activation_bytes(state: TrainState, batch: Batch) -> float:
-    """Bytes that the towers keep of one pair for the backward pass, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for m in (state.encoder, state.objective) for p in m.parameters()}
-    saved: dict[int, int] = {}  # storage → bytes
-
-    def record(value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return value
-
-    batch = batch.to(state.device)
-    eager = Towers(state.objective, state.encoder, bf16=state.unwrapped_towers.bf16)
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda value: value):
-        features = eager(batch.images, batch.tokens)
-    del features
-    return sum(saved.values()) / len(batch)
-
-
-def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
-    """Noise for images and the captions and trees of embedded scenes."""
-    tokenizer = CaptionTokenizer(tokenizer_for(encoder))
-    scenes = [generate(0, number, "train") for number in range(pairs)]
-    captions = [tokenizer.encode(scene.caption) for scene in scenes]
-    tokens = tokenizer.pad([caption.ids for caption in captions], multiple=16)
-    generator = torch.Generator().manual_seed(0)
-    return Batch(
-        images=torch.randn(pairs, 3, *encoder.image_size, generator=generator),
-        tokens=tokens,
-        regions=random_boxes(pairs, recipe.regions.count, encoder.grid, generator, recipe.regions.largest),
-        phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),
-        keys=[str(number) for number in range(pairs)],
-        lengths=tuple(map(len, captions)),
-    )
-
-
-def count(module: nn.Module, *, trained: bool = False) -> int:
-    """Parameters of a module."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-
-
-def trained(state: TrainState) -> int:
-    """Parameters that the optimiser moves."""
-    return count(state.encoder, trained=True) + count(state.objective, trained=True)
 
 
 def precision(state: TrainState) -> str:

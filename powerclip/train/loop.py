@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,14 +17,15 @@ from torch import Tensor
 from powerclip.data.batch import Batch
 from powerclip.data.keyed_random import key_of
 from powerclip.data.loader import DRAWS_VERSION, BatchLoader, killed_workers
-from powerclip.encoders import DualEncoder, load, save
+from powerclip.encoders import DualEncoder, load, save, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.objectives import Terms
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.environment import note_environment
+from powerclip.runtime.lock import FolderLock
 from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
-from powerclip.train import checkpoint
+from powerclip.train import sharded_checkpoint
 from powerclip.train.accumulate import backward_in_parts
 from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import make_loader, note_squashing
@@ -32,13 +33,15 @@ from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
 from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
+from powerclip.train.memory import check_fits
 from powerclip.train.metrics import MetricsLog, NullLogger, WandbLog, read_metrics, require_wandb
 from powerclip.train.mfu import Mfu
-from powerclip.train.optimizer import learning_rate
+from powerclip.train.optimizer import learning_rate, set_rate
 from powerclip.train.parallel import clip_gradients, full_encoder
-from powerclip.train.recipe import Recipe, steps_of
+from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.results import Results, read_results, seconds_per_step, write_results
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sharded_checkpoint import newest_state
 from powerclip.train.state import TrainState, start
 from powerclip.train.statistics import CollapseDetector, StepTimer, batch_statistics, describe_terms, memory
 
@@ -102,11 +105,20 @@ def train(
 
 
 def run(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions) -> RunResult:
-    """`train` on one of the ranks; the main one writes and prints."""
-    resume = ranks.broadcast(lambda: folder.should_resume(recipe, options.resume, overwrite=options.overwrite))
+    """`train` on one of the ranks; the main one writes and prints, and keeps other processes out of the folder."""
     console = options.console if ranks.is_main else Console(quiet=True)
-    steps = recipe.train.steps
-    progress = Progress(folder.root.name, steps, unit="step", every=0, quiet=options.quiet, console=console)
+    progress = Progress(
+        folder.root.name, recipe.train.steps, unit="step", every=0, quiet=options.quiet, console=console
+    )
+    locks: list[FolderLock] = []  # the main rank's
+    ranks.broadcast(lambda: locks.append(folder.lock(progress.warn)))
+    with locks[0] if locks else nullcontext():
+        return run_locked(recipe, folder, ranks, options, progress)
+
+
+def run_locked(recipe: Recipe, folder: RunFolder, ranks: Ranks, options: RunOptions, progress: Progress) -> RunResult:
+    """The run in a folder that no other process works in."""
+    resume = ranks.broadcast(lambda: folder.should_resume(recipe, options.resume, overwrite=options.overwrite))
     if recipe.train.wandb:
         require_wandb()
     # A recipe whose files are missing fails here, before anything is written.
@@ -135,6 +147,7 @@ class Trainer:
         self.began = time.perf_counter()
         self.folder, self.ranks, self.options, self.progress = folder, ranks, options, progress
         self.state = state = ranks.raise_on_all(lambda: start(recipe, ranks))
+        ranks.raise_on_all(lambda: check_fits(recipe, state))
         note_squashing(recipe, state.encoder)
         cache = options.cache or DataCache(progress.say)
         self.loader = ranks.raise_on_all(
@@ -158,7 +171,7 @@ class Trainer:
             folder.begin(recipe)
         progress.skip(state.step)
         self.timer = StepTimer(state.step, recipe.train.batch_size)
-        self.mfu = Mfu(recipe, state.device, gpus=ranks.count)
+        self.mfu = Mfu(recipe.with_towers(state.encoder.config), state.device, gpus=ranks.count)
         self.collapse = CollapseDetector()
         self.counts: Counter[str] = Counter()  # samples skipped, trees and regions replaced, since the last logged step
         self.log: MetricsLog | NullLogger = NullLogger()
@@ -170,9 +183,9 @@ class Trainer:
         """Continue from the newest good checkpoint, or from the first step where there is none."""
         self.folder.check_same(self.recipe)
         required = self.options.resume != "auto"
-        saved = checkpoint.newest(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
+        saved, parts = newest_state(self.folder.checkpoints, self.progress.warn, self.ranks, required=required)
         if saved is not None:
-            self.state.restore(saved)
+            self.state.restore(saved, parts)
             if saved.get("draws", 1) != DRAWS_VERSION:
                 self.progress.warn(
                     f"{self.folder.root} was begun with a version of powerclip that drew the order of samples, crops "
@@ -197,7 +210,7 @@ class Trainer:
             last = self.take_steps()
             encoder = full_encoder(state.encoder).eval()
             if settings.save_model and self.ranks.is_main:
-                save(encoder, folder.model)
+                save(encoder, folder.model, tokenizer_for(encoder))
             scores = run_evaluation(self.evaluate, state) if self.evaluate else {}
             if scores:
                 self.log.write(settings.steps, scores)
@@ -243,7 +256,7 @@ class Trainer:
                 due = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
                 if (due or request) and not last:
                     self.guard.flush()
-                    self.writer.write(step, {**state.snapshot(), "guard": self.guard.snapshot()})
+                    self.write_checkpoint()
                     signals.written()
                 if request is StopRequest.STOP and not last:
                     self.writer.wait(needed=True)
@@ -252,6 +265,14 @@ class Trainer:
                     self.options.on_step(state)
             self.guard.flush()
         return values
+
+    def write_checkpoint(self) -> None:
+        """Write where the run stands: whole, from the main rank in the background, or each rank its part, at once."""
+        state, settings, guard = self.state, self.recipe.train, {"guard": self.guard.snapshot()}
+        if settings.checkpoint_format == "sharded":
+            sharded_checkpoint.write(self.folder.checkpoints, state, guard, settings.keep, self.ranks)
+        else:
+            self.writer.write(state.step, {**state.snapshot(), **guard})
 
     def log_step(self, batch: Batch, rate: float, terms: Terms, norm: Tensor) -> dict[str, float]:
         """Log the step that was just done, show it, and give what was logged. Waits for the device."""
@@ -284,8 +305,7 @@ def train_step(state: TrainState, batch: Batch, recipe: Recipe) -> tuple[float, 
     # Only the start of a run needs a warm-up.
     optim = recipe.optim if phase.start == 0 else replace(recipe.optim, warmup=0)
     rate = phase.rate * learning_rate(state.step - phase.start, phase.end - phase.start, optim)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(state.optimizer, rate)
     state.objective.progress(state.step, steps)
     terms = share_terms(backward(state, batch, recipe), state.ranks)
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
@@ -342,17 +362,23 @@ def with_steps(recipe: Recipe, loader: BatchLoader) -> Recipe:
     """The recipe with `train.steps` settled: where it gives epochs and no number of samples, the data are counted.
 
     Raises:
-        UserError: the data have no end.
+        UserError: the data have no end, or so few steps come of them that it is no run.
     """
     settings = recipe.train
-    if settings.epochs is None or recipe.data.samples is not None:
+    if recipe.knows_steps:
         return recipe
+    assert settings.epochs is not None
     steps = getattr(loader, "steps_per_epoch", None)
     if steps is None:
         raise UserError(
             f"train.epochs: data.source {recipe.data.source} has no end; give train.steps, or data.samples for an epoch"
         )
-    return replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+    try:
+        recipe = replace(recipe, train=replace(settings, steps=steps_of(settings.epochs, steps)))
+        check_warmup(recipe)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return recipe
 
 
 def finished_run(folder: RunFolder, device: torch.device) -> RunResult:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
+from powerclip.train.finetune import is_adapted, merged
 from powerclip.train.recipe import TrainSection
 from powerclip.train.towers import Towers, transformer_blocks
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from powerclip.encoders import DualEncoder
 
 
@@ -35,12 +40,12 @@ def check_batch(settings: TrainSection, ranks: Ranks) -> None:
         )
 
 
-def parallelize(towers: Towers, device: torch.device, ranks: Ranks, *, sharded: bool) -> nn.Module:
+def parallelize(towers: Towers, device: torch.device, ranks: Ranks, settings: TrainSection) -> nn.Module:
     """The towers as several ranks train them: sharded in place, or wrapped; themselves on a single rank."""
     if ranks.is_single:
         return towers
-    if sharded:
-        shard(towers, device)
+    if settings.sharding != "none":
+        shard(towers, device, settings)
         return towers
     return replicate(towers, device)
 
@@ -56,17 +61,48 @@ def replicate(towers: Towers, device: torch.device) -> nn.Module:
     return DistributedDataParallel(towers, device_ids=gpu, gradient_as_bucket_view=True, **options)
 
 
-def shard(towers: Towers, device: torch.device) -> None:
-    """Shard the weights of both towers over all ranks, in place: each block by itself, and the rest together."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+def shard(towers: Towers, device: torch.device, settings: TrainSection) -> None:
+    """Shard the weights of both towers over ranks, in place: each block by itself, and the rest together."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    if settings.mixed_precision_param == "bf16" and not towers.bf16:
+        raise UserError("train.mixed_precision_param: bf16 is for towers that compute in bf16: set train.precision too")
+    dtypes = {"float32": torch.float32, "bf16": torch.bfloat16}
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtypes[settings.mixed_precision_param],
+        reduce_dtype=dtypes[settings.mixed_precision_reduce],
+    )
+    mesh = device_mesh(device, settings)
     for block in transformer_blocks(towers.encoder):
-        fully_shard(block, mesh=mesh)
-    # A scale is one number: nothing to shard.
-    fully_shard(towers, mesh=mesh, ignored_params={p for p in towers.parameters() if p.ndim == 0})
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # A scale is one number: nothing to shard. The plan of a batch is no activation: it keeps its precision.
+    scales = {p for p in towers.parameters() if p.ndim == 0}
+    fully_shard(towers, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), ignored_params=scales)
     register_fsdp_forward_method(towers, "plan")
+
+
+def device_mesh(device: torch.device, settings: TrainSection) -> DeviceMesh:
+    """The ranks in a row, all of which share the weights; for hybrid sharding, groups × ranks of a group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    count = torch.distributed.get_world_size()
+    group = shard_count(settings, count)
+    if settings.sharding != "hybrid":
+        return init_device_mesh(device.type, (count,))
+    return init_device_mesh(device.type, (count // group, group), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_count(settings: TrainSection, ranks: int) -> int:
+    """Over how many of the ranks a weight is sharded; UserError when the groups of hybrid sharding do not fit."""
+    if settings.sharding != "hybrid":
+        return ranks if settings.sharding == "full" else 1
+    group = settings.shard_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if ranks % group:
+        raise UserError(
+            f"train.sharding: hybrid: {ranks} ranks are no whole number of groups of {group}; "
+            "set train.shard_ranks to a number that divides the ranks"
+        )
+    return group
 
 
 @contextmanager
@@ -136,13 +172,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
 
 
 def full_encoder(encoder: DualEncoder) -> DualEncoder:
-    """A copy with full weights on every rank, when the encoder is sharded; otherwise the encoder itself."""
+    """A plain copy with full weights on every rank, when the encoder is sharded or adapted; otherwise itself."""
+    if is_adapted(encoder):
+        return merged(encoder)
     if not any(is_sharded(p) for p in encoder.parameters()):
         return encoder
     from powerclip.encoders.models import Blueprint, assemble
 
     copy = assemble(Blueprint(encoder.config, "the model"))
     copy.clip.visual.preprocess_cfg = encoder.clip.visual.preprocess_cfg
+    copy.directory, copy.pad_id = encoder.directory, encoder.pad_id
     copy.load_state_dict(full_tensors(encoder.state_dict()))
     return copy.to(next(encoder.parameters()).device)
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.regions import MOST_ENUMERATED
 from powerclip.data.tokens import Nodes
-from powerclip.errors import UserError, nearest
+from powerclip.errors import UserError
+from powerclip.runtime.shipped import find_yaml, shipped_yaml
 from powerclip.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -29,47 +30,67 @@ from powerclip.settings import (
 # What `evaluation.scenes: true` means.
 DEFAULT_SCENES = 500
 
-FLAT = "flat"  # as data.trees: every caption is one phrase
+TOWERS = ("image", "text")  # as train.freeze names them
+
+# As data.trees: every caption is one phrase; only stored trees are read.
+FLAT, SIDECARS = "flat", "sidecars"
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """Which towers: an open_clip model by name, or an open_clip model config written out."""
+    """Which towers: a model by name, an open_clip model config written out, or those that the weights come with."""
 
-    name: str | None = None  # an open_clip model, such as ViT-B-16
+    name: str | None = None  # an open_clip model, such as ViT-B-16, or any model as in pretrained
     config: dict[str, Any] | None = None  # instead of a name: open_clip's embed_dim, vision_cfg and text_cfg
-    pretrained: str | None = None  # an open_clip tag or a checkpoint file; null: random weights
+    # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
+    # NAME/TAG, which need no name; null: random weights
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
-        if (self.name is None) == (self.config is None):
-            state = "both are" if self.name else "neither is"
-            raise ValueError(f"give either model.name or model.config ({state} set; null unsets one)")
+        if self.name is not None and self.config is not None:
+            raise ValueError("give either model.name or model.config (both are set; null unsets one)")
+        if self.name is None and self.config is None and self.pretrained is None:
+            raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
 
 
 @dataclass(frozen=True)
 class DataSection:
     """Where the pairs come from."""
 
-    source: Literal["scenes", "corpus", "shards"] = "scenes"  # corpus: small, kept in memory; shards: read as needed
+    # corpus: shards kept in memory; shards: read as needed; table: a file of paths and captions, or a folder
+    source: Literal["scenes", "corpus", "shards", "table"] = "scenes"
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
-    trees: str | None = None  # null: those in sidecars; flat: one phrase a caption; of a corpus also a TSV file
-    sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
+    table: str | None = None  # a CSV, TSV, JSONL or parquet file, a pattern, or a folder of NAME.jpg and NAME.txt
+    image: str | None = None  # of a table: the column with images' paths, by its head or number; null: by known heads
+    captions: str | None = None  # of a table: the columns with captions, with commas between them; null: by known heads
+    # null: sidecars, and the embedded parser where there are none; sidecars: these only; flat: one phrase a caption; of
+    # a corpus also a TSV file
+    trees: str | None = None
+    sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
+    cache: str | None = None  # of remote shards: the folder of their copies; null: in the user's cache
+    cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
-    window: PositiveInt = 8  # of shards: how many are shuffled together
-    workers: NonNegativeInt = 1  # threads, of shards processes, that prepare batches ahead; 0: none
-    strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
-    max_bad: Share = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
+    window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
+    # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
+    workers: NonNegativeInt = 1
+    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
+    strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
+    max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
 
     def __post_init__(self) -> None:
         validate(self, "data")
         if self.source == "corpus" and not self.shards:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
+        if self.source == "corpus" and self.shards and "://" in self.shards:
+            raise ValueError("data.source: corpus reads local shards; data.source: shards reads remote ones")
         if self.source == "shards" and not self.shards:
             raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
-        if self.source == "shards" and self.trees not in (None, FLAT):
+        if self.source == "table" and not self.table:
+            raise ValueError("data.source is table: set data.table to a .csv, .tsv, .jsonl, .parquet file or a folder")
+        if self.source in ("shards", "table") and self.trees not in (None, FLAT, SIDECARS):
             raise ValueError("data.trees is a corpus' file; the trees of shards lie in sidecars (data.sidecars)")
         if self.source == "scenes" and self.trees == FLAT:
             raise ValueError("data.trees: scenes come with their trees; alignment.parse_trees: false goes without")
@@ -91,7 +112,7 @@ class RegionsSection:
 class OptimSection:
     """AdamW with linear warm-up and cosine decay; the numbers of the common CC12M recipe."""
 
-    lr: NonNegativeFloat = 1e-3  # peak learning rate
+    lr: Share = 1e-3  # peak learning rate; AdamW moves a weight by about this much in a step
     weight_decay: NonNegativeFloat = 0.2  # of matrices; gains, biases and scales do not decay
     beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9  # decay of Adam's first moment
     beta2: Annotated[float, Range(ge=0, lt=1)] = 0.98  # decay of Adam's second moment
@@ -119,10 +140,21 @@ class TrainSection:
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
     accumulate: PositiveInt = 1  # parts in which a rank's share of a batch passes the towers; the loss sees all of it
     checkpoint_activations: bool = False  # compute the towers' activations again in the backward pass: less memory
-    sharding: Literal["none", "full"] = "none"  # full: weights and optimiser sharded over ranks (FSDP)
+    # FSDP: weights and optimiser sharded over all ranks, or over groups of ranks that hold one copy each
+    sharding: Literal["none", "full", "hybrid"] = "none"
+    shard_ranks: PositiveInt | None = None  # ranks of a group of sharding: hybrid; null: those of one machine
+    mixed_precision_param: Literal["float32", "bf16"] = "float32"  # sharded weights as they are gathered and compute
+    mixed_precision_reduce: Literal["float32", "bf16"] = "float32"  # gradients of sharded weights as they are summed
+    # what stays as it is: image or text, a whole tower, or with :N its embeddings and first N blocks; image:8,text
+    freeze: str | None = None
+    layer_decay: PositiveShare = 1.0  # factor of the learning rate from a layer to the one below; heads have it full
+    lora: NonNegativeInt = 0  # rank of the adapters that blocks are trained by instead of their weights (LoRA); 0: none
+    lora_scale: PositiveFloat = 2.0  # what the adapters' products are multiplied with: LoRA's α over the rank
     log_every: PositiveInt = 10  # steps between two rows of metrics.jsonl
     checkpoint_every: NonNegativeInt = 100  # steps between checkpoints; 0: none by their count
     checkpoint_minutes: PositiveFloat | None = None  # a checkpoint is also written when the last one is this old
+    # whole: one file, gathered on one rank, written in the background; sharded: a folder, each rank writes its part
+    checkpoint_format: Literal["whole", "sharded"] = "whole"
     keep: PositiveInt = 2  # checkpoints that are kept, the newest
     max_skipped: NonNegativeInt = 10  # updates in a row that may be left out because something is not finite
     evaluate_every: NonNegativeInt = 0  # steps between evaluations; 0: only at the end
@@ -131,13 +163,31 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         validate(self, "train")
+        parse_freeze(self.freeze)
+        if self.lora and self.layer_decay < 1:
+            raise ValueError(
+                "train.layer_decay is for weights that are trained, and train.lora trains none of the blocks'"
+            )
+        if self.lora and self.sharding != "none":
+            raise ValueError(
+                f"train.lora does not go with train.sharding: {self.sharding}; adapters leave little to shard"
+            )
+        unsharded = [
+            f"train.{name}"
+            for name in ("mixed_precision_param", "mixed_precision_reduce")
+            if self.sharding == "none" and getattr(self, name) != "float32"
+        ]
+        if unsharded:
+            raise ValueError(f"{unsharded[0]} is for sharded weights: set train.sharding to full or hybrid as well")
+        if self.shard_ranks is not None and self.sharding != "hybrid":
+            raise ValueError("train.shard_ranks is the size of a group of train.sharding: hybrid, which is not set")
 
 
 @dataclass(frozen=True)
 class EvaluationSection:
     """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
 
-    retrieval: str | None = None  # shards of a held-out corpus, written as data.shards are
+    retrieval: str | None = None  # held-out data: shards, written as data.shards are, or a table
     composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
     scenes: NonNegativeInt = 0  # embedded test scenes; 0: none, true: 500
 
@@ -177,6 +227,17 @@ class Recipe:
                 f"{self.regions.count}: at most {MOST_ENUMERATED}{other}"
             )
 
+    def with_towers(self, config: dict[str, Any]) -> Recipe:
+        """The same recipe with its towers written out and no weights: nothing has to be found or read for them."""
+        text = config["text_cfg"]
+        own = {"hf_model_pretrained": False} if text.get("hf_model_name") else {}
+        return replace(self, model=ModelSection(config={**config, "text_cfg": {**text, **own}}))
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the number of steps follows from the recipe alone; otherwise the data have to be counted."""
+        return self.train.epochs is None or self.data.samples is not None
+
     @property
     def reads_trees(self) -> bool:
         """Whether training uses the trees of captions. The other objectives have no phrases."""
@@ -194,6 +255,8 @@ FREE_ON_RESUME = frozenset(
         "data.workers",
         "data.strict",
         "data.max_bad",
+        "data.cache",
+        "data.cache_size",
         "train.device",
         "train.log_every",
         "train.checkpoint_every",
@@ -205,7 +268,9 @@ FREE_ON_RESUME = frozenset(
         "train.save_model",
         "train.accumulate",
         "train.checkpoint_activations",
+        "train.checkpoint_format",
         "train.sharding",
+        "train.shard_ranks",
         "evaluation.retrieval",
         "evaluation.composition",
         "evaluation.scenes",
@@ -227,10 +292,16 @@ def load_recipe(
         values = _merge(values, _check(layer, str(file)))
     if changes is not None:
         values = _merge(values, _check(changes, source))
-    for override in overrides:
-        values = _merge(values, _check(_parse_override(override), "command line"))
+    values = _merge(values, _read_overrides(overrides))
     where = str(path) if changes is None else source
-    return _build(values, f"{where} with {' '.join(overrides)}" if overrides else where)
+    where = f"{where} with {' '.join(overrides)}" if overrides else where
+    recipe = _build(values, where)
+    if recipe.knows_steps:
+        try:
+            check_warmup(recipe)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+    return recipe
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -249,7 +320,7 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
     `counted` says whether the steps of `new`, where they follow from epochs and the data, are known yet.
     """
     before, after = _flatten(asdict(old)), _flatten(asdict(new))
-    unknown = {"train.steps"} if not counted and new.train.epochs is not None and new.data.samples is None else set()
+    unknown = set() if counted or new.knows_steps else {"train.steps"}
     return [
         f"{key}: {before.get(key)} → {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
@@ -257,37 +328,39 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
     ]
 
 
+def parse_freeze(text: str | None) -> dict[str, int | None]:
+    """`image:8,text` → how many blocks of which tower are frozen; None: all of it. ValueError when it says nothing."""
+    frozen: dict[str, int | None] = {}
+    for part in text.split(",") if text else ():
+        tower, colon, depth = part.strip().partition(":")
+        if tower not in TOWERS or (colon and not depth.isdecimal()) or tower in frozen:
+            raise ValueError(
+                f"train.freeze must name towers and depths, such as image, text or image:8,text, not {text!r}"
+            )
+        frozen[tower] = int(depth) if colon else None
+    return frozen
+
+
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
-    """Steps in that many epochs of so many whole batches, at least one."""
-    return max(1, round(epochs * steps_per_epoch))
+    """Steps in that many epochs of so many whole batches; ValueError when that is no training run."""
+    steps = round(epochs * steps_per_epoch)
+    if steps <= 1:
+        batches = f"{steps_per_epoch:,} whole batch{'es' * (steps_per_epoch != 1)}"
+        raise ValueError(
+            f"train.epochs: {epochs:g} epochs of {batches} make {steps} step{'s' * (steps != 1)}: "
+            "lower train.batch_size, raise train.epochs, or say how long with train.steps"
+        )
+    return steps
 
 
 def find_recipe(name: str | Path) -> Path:
     """A recipe's file: the path as given, else a recipe that ships with the package (`quickstart/clip`)."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise UserError(f"recipe {path} is a folder; name a .yaml file in it")
-    shipped = shipped_recipes()
-    # `recipes/quickstart/clip.yaml` is how the repository spells it; it should work from anywhere.
-    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
-    key = Path(*parts).with_suffix("").as_posix() if parts else ""
-    if key in shipped:
-        return shipped[key]
-    hint = nearest(key, list(shipped)) or (f"; shipped: {', '.join(shipped)}" if shipped else "")
-    raise UserError(f"no recipe file {path}{hint}")
+    return find_yaml(name, "recipes")
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of the recipes that come with the package."""
-    package = Path(__file__).resolve().parents[1]
-    folder = package / "recipes"
-    if not folder.is_dir():  # an editable install: the repository keeps them beside the package
-        folder = package.parent / "recipes"
-        if not (package.parent / "pyproject.toml").is_file():
-            return {}
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+    return shipped_yaml("recipes")
 
 
 def _layers(path: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -335,6 +408,17 @@ def _parse_override(text: str) -> dict[str, Any]:
     return nested  # type: ignore[no-any-return]
 
 
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """All overrides of a command line as one layer, so that a preset among them undoes none of the others.
+
+    Where two set the same key, the later one counts.
+    """
+    layer: dict[str, Any] = {}
+    for override in overrides:
+        layer = _merge(layer, _check(_parse_override(override), "command line"), presets=False)
+    return layer
+
+
 def _check(values: Any, where: str) -> dict[str, Any]:
     """The values of one layer, converted to the types of a recipe."""
     match values:
@@ -349,14 +433,17 @@ def _check_length(layer: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: train.steps and train.epochs both say how long; give one of them")
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True) -> dict[str, Any]:
+def _merge(
+    below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = True, presets: bool = True
+) -> dict[str, Any]:
+    """The values of a layer over those of the layers below it; `presets`: one in it resets what they have set."""
     merged = dict(below)
     if top and isinstance(below.get("train"), dict) and "steps" in above.get("train", {}):
         # Steps and epochs both set the length: the upper layer decides.
         merged["train"] = {key: value for key, value in below["train"].items() if key != "epochs"}
     for key, value in above.items():
         # A preset sets all of them: it replaces what lower layers have set.
-        fresh = top and key == "alignment" and "preset" in value
+        fresh = top and presets and key == "alignment" and "preset" in value
         if not fresh and isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge(merged[key], value, top=False)
         else:
@@ -366,7 +453,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], *, top: bool = Tr
 
 def _build(values: dict[str, Any], where: str) -> Recipe:
     if "model" not in values:
-        raise UserError(f"{where}: no model; set model.name or model.config")
+        raise UserError(f"{where}: no model; set model.name, model.config or model.pretrained")
     try:
         alignment = AlignmentConfig.named(**values.get("alignment", {}))
         rest = {key: value for key, value in values.items() if key not in ("alignment", "objective_settings")}
@@ -385,6 +472,16 @@ def _with_length(recipe: Recipe) -> TrainSection:
     if samples < train.batch_size:
         raise ValueError(f"train.batch_size is {train.batch_size}, but data.samples is only {samples}")
     return replace(train, steps=steps_of(train.epochs, samples // train.batch_size))
+
+
+def check_warmup(recipe: Recipe) -> None:
+    """ValueError when the run, of a known number of steps, ends before its learning rate has reached its peak."""
+    warmup, steps = recipe.optim.warmup, recipe.train.steps
+    if warmup > steps:
+        raise ValueError(
+            f"optim.warmup is {warmup:,} steps and the run only {steps:,}: the rate would never reach optim.lr; "
+            f"set optim.warmup={steps // 10}, or train for longer"
+        )
 
 
 def _objective_settings(objective: str, settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
+from powerclip.runtime.lock import LOCK_FILE, FolderLock
 from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 
@@ -17,7 +19,7 @@ class RunFolder:
     """What a run writes.
 
     `recipe.yaml`, `environment.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and, once it is finished,
-    `model/` and `results.json`.
+    `model/` and `results.json`; `.lock` while it runs.
     """
 
     root: Path
@@ -62,11 +64,23 @@ class RunFolder:
         """Whether the run has reached its last step."""
         return self.results.is_file()
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """UserError when the folder holds something that a new run must not replace."""
+    def is_empty(self) -> bool:
+        """Whether there is nothing here, or no folder; the lock of a run that was killed at once does not count."""
+        return not self.root.exists() or all(path.name == LOCK_FILE for path in self.root.iterdir())
+
+    def lock(self, warn: Callable[[str], None] | None = None) -> FolderLock:
+        """Keep other processes out of the folder; UserError when one works here."""
+        self._check_folder()
+        return FolderLock(self.root, warn)
+
+    def _check_folder(self) -> None:
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{self.root} is a file; choose another --output folder")
-        if not self.root.is_dir() or not any(self.root.iterdir()):
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """UserError when the folder holds something that a new run must not replace."""
+        self._check_folder()
+        if self.is_empty():
             return
         if not self.recipe.is_file():
             raise UserError(f"{self.root} is not empty and not a run; choose another --output folder")
@@ -108,6 +122,14 @@ class RunFolder:
         else:
             self.check_free(overwrite=overwrite)
         return resume
+
+    def continues(self, recipe: Recipe) -> bool:
+        """Whether `--resume` with this recipe would go on with the run here: it is unfinished and the same."""
+        try:
+            self.check_same(recipe, steps_known=False)
+        except (UserError, OSError):
+            return False
+        return not self.finished
 
     def check_same(self, recipe: Recipe, *, steps_known: bool = True) -> None:
         """UserError unless this folder's run was begun with a recipe that computes the same as `recipe`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
+from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe
+from powerclip.train.sharded_checkpoint import load_parts
 from powerclip.train.towers import Towers, make_towers
 
 
@@ -44,8 +47,11 @@ class TrainState:
             trained += [p for p in self.encoder.parameters() if p.requires_grad and not is_sharded(p)]
         return trained
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must call it."""
+    def snapshot(self, *, sharded: bool = False) -> dict[str, Any]:
+        """Plain values and tensors that `restore` brings back, on any number of ranks. All of them must call it.
+
+        A `sharded` one leaves out what `sharded_checkpoint` writes rank by rank: the encoder, and AdamW's moments.
+        """
         cuda = self.device.type == "cuda"
         # No step draws from these: they are saved for custom objectives, which may.
         generators = {
@@ -53,19 +59,30 @@ class TrainState:
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(self.device) if cuda else None,
         }
+        adapters = adapter_state(self.encoder)
+        # The weights of a checkpoint have train.lora's adapters added, so that it is a model by itself.
+        encoder = merged(self.encoder) if adapters else self.encoder
+        parts = {"encoder": encoder.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {
-            "encoder": full_tensors(self.encoder.state_dict()),
+            **({} if sharded else full_tensors(parts)),
+            "model": {"config": self.encoder.config, "preprocess": self.encoder.preprocess},
+            "adapters": adapters,
             "objective": self.objective.state_dict(),
-            "optimizer": full_tensors(self.optimizer.state_dict()),
             "random": self.ranks.collect(generators),
             "draws": DRAWS_VERSION,
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue where `saved`, a snapshot with its step, stopped."""
-        load_module(self.encoder, saved["encoder"])
+    def restore(self, saved: Mapping[str, Any], parts: Path | None = None) -> None:
+        """Continue where `saved`, a snapshot with its step, stopped; `parts` is the folder of a sharded one."""
+        if parts is not None:
+            load_parts(parts, self.encoder, self.optimizer, self.ranks)
+        else:
+            if is_adapted(self.encoder):
+                load_adapted(self.encoder, saved["encoder"], saved["adapters"])
+            else:
+                load_module(self.encoder, saved["encoder"])
+            load_optimizer(self.optimizer, saved["optimizer"])
         self.objective.load_state_dict(saved["objective"])
-        load_optimizer(self.optimizer, saved["optimizer"])
         self.step = saved["step"]
         if len(saved["random"]) != self.ranks.count:
             return
@@ -91,12 +108,13 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     if encoder.clip.logit_bias is not None:
         # Only a sigmoid loss uses it: it gets no gradient here, and DDP would wait for one.
         encoder.clip.logit_bias.requires_grad_(False)
+    prepare(encoder, settings)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()
     unwrapped = make_towers(settings, objective, encoder, device, ranks)
-    towers = parallelize(unwrapped, device, ranks, sharded=settings.sharding == "full")
-    optimizer = make_optimizer([encoder, objective], recipe.optim)
+    towers = parallelize(unwrapped, device, ranks, settings)
+    optimizer = make_optimizer([encoder, objective], recipe.optim, rates(encoder, settings.layer_decay))
     return TrainState(0, device, encoder, objective, optimizer, unwrapped, towers, ranks)
 
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 
 from powerclip.encoders import DualEncoder, Features
 from powerclip.encoders.dual import join_groups
-from powerclip.encoders.text import text_tower
+from powerclip.encoders.text import text_blocks
+from powerclip.encoders.vision import image_blocks
 from powerclip.objectives import Objective, Plan
 from powerclip.runtime.compile import compile_shapes, raise_limit
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -113,7 +114,7 @@ def make_towers(
     settings: TrainSection, objective: Objective, encoder: DualEncoder, device: torch.device, ranks: Ranks
 ) -> Towers:
     """The towers for a recipe's settings."""
-    sharded = settings.sharding == "full" and not ranks.is_single
+    sharded = settings.sharding != "none" and not ranks.is_single
     mode: CompileMode = "towers" if is_compiled(settings, device) else "none"
     if mode == "towers" and (sharded or settings.compile == "blocks"):
         mode = "blocks"
@@ -156,7 +157,7 @@ def draw_uniform(
 def transformer_blocks(encoder: DualEncoder) -> list[nn.Module]:
     """The blocks of both towers, in the order in which they run."""
     clip = encoder.clip
-    return [*clip.visual.transformer.resblocks, *text_tower(clip).transformer.resblocks]
+    return [*image_blocks(clip.visual), *text_blocks(clip)]
 
 
 def _without_view(value: Any) -> Any:

@@ -32,10 +32,10 @@ def test_a_seed_is_that_of_weights_regions_and_data(folder):
 
 
 def test_recipes_make_a_study_by_their_names_and_the_first_is_the_baseline():
-    study = read_study(["quickstart/clip", "quickstart/powerclip"], ["train.steps=3"])
+    study = read_study(["quickstart/clip", "quickstart/powerclip"], ["train.steps=30"])
     assert [setting.name for setting in study.settings] == ["clip", "powerclip"]
     assert study.baseline == "clip"
-    assert study.settings[1].recipe == load_recipe("quickstart/powerclip", ["train.steps=3"])
+    assert study.settings[1].recipe == load_recipe("quickstart/powerclip", ["train.steps=30"])
 
 
 def test_a_part_of_a_study_keeps_its_baseline(folder):
@@ -55,7 +55,7 @@ def test_a_part_of_a_study_keeps_its_baseline(folder):
         ("base: base.yaml\nsettings: {}\n", "'settings' must map"),
         ("base: base.yaml\nsettings: {a: 3}\n", "setting 'a' must be a mapping"),
         ("base: base.yaml\nsettings: {a: {optim: {ler: 1}}}\n", "setting 'a': unknown key 'optim.ler'"),
-        ("base: base.yaml\nsettings: {a: {optim: {lr: -1}}}\n", "setting 'a': optim.lr must be at least 0"),
+        ("base: base.yaml\nsettings: {a: {optim: {lr: -1}}}\n", "setting 'a': optim.lr must lie in [0, 1]"),
         ("base: base.yaml\nsettings: {../a: {}}\n", "cannot name a setting"),
         ("base: base.yaml\nbaselin: a\nsettings: {a: {}}\n", "did you mean 'baseline'"),
         ("base: base.yaml\nbaseline: b\nsettings: {a: {}}\n", "the baseline 'b' is not one of the settings"),

@@ -202,7 +202,7 @@ def damage(directory: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no config", "no open_clip_config.json here"),
+        ("no config", "no model here; looked for open_clip_config.json"),
         ("no weights", "no weights beside the config, expected open_clip_model.safetensors"),
         ("two weights", r"several files could be the weights \(a.pt, b.pt\)"),
         ("cut", "open_clip_model.safetensors: not a readable weights file"),

@@ -1,14 +1,17 @@
 """The attention that training runs gives open_clip's numbers, with its weights, in both directions."""
 
 import copy
+import logging
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_towers import VARIANTS, captions, tiny_config
 from torch import nn
 
-from powerclip.encoders import Selection, build
-from powerclip.encoders.self_attention import SelfAttention, attend_in_groups, use_packed_attention
+from powerclip.encoders import Selection, build, self_attention
+from powerclip.encoders.self_attention import Packed, SelfAttention, attend_in_groups, use_packed_attention
 from powerclip.encoders.vision import forward_image
 
 
@@ -109,3 +112,85 @@ def test_it_compiles_into_one_graph():
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, mask), run(x, mask))
+
+
+class Attention(nn.Module):
+    """Attention with the interface of open_clip 4's own layer: weights as torch names them, one tensor given back."""
+
+    __module__ = "open_clip.transformer"
+
+    def __init__(self, torchs: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.num_heads, self.calls = torchs.num_heads, 0
+        self.in_proj_weight, self.in_proj_bias, self.out_proj = (
+            torchs.in_proj_weight,
+            torchs.in_proj_bias,
+            torchs.out_proj,
+        )
+        self.logit_scale = self.head_scale = None
+        self.ln_q = self.ln_k = self.ln_inner = nn.Identity()
+        self.attn_drop = self.out_drop = nn.Dropout(0.0)
+
+    def forward(self, x, k_x=None, v_x=None, attn_mask=None):
+        self.calls += 1
+        heads = [part.unflatten(-1, (self.num_heads, -1)) for part in self.project(x, k_x, v_x)]
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        mask = attn_mask.unflatten(0, (len(x), -1)) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+        return self.out_proj(
+            F.scaled_dot_product_attention(self.ln_q(q), self.ln_k(k), v, mask).transpose(1, 2).flatten(2)
+        )
+
+    def project(self, x, k_x, v_x):
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        inputs = (x, x if k_x is None else k_x, x if v_x is None else v_x)
+        return [F.linear(*one) for one in zip(inputs, weights, biases, strict=True)]
+
+
+def as_open_clip_4(model):
+    """The same towers with blocks that call their attention as open_clip 4's do."""
+
+    def attention(block, q_x, k_x=None, v_x=None, attn_mask=None):
+        k_x, v_x = (q_x if other is None else other for other in (k_x, v_x))
+        return block.attn(q_x, k_x=k_x, v_x=v_x, attn_mask=attn_mask)
+
+    for transformer in (model.clip.visual.transformer, model.clip.transformer):
+        for block in transformer.resblocks:
+            block.attn = Attention(block.attn)
+            block.attention = types.MethodType(attention, block)
+    return model
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_open_clip_4s_own_attention_runs_the_fast_path_too(hides, images, caplog):
+    plain, _ = pair()
+    newer = as_open_clip_4(copy.deepcopy(plain))
+    own = newer.clip.visual.transformer.resblocks[0].attn
+    use_packed_attention(newer)
+    layers = [module for name, module in newer.named_modules() if name.endswith(".attn")]
+    assert len(layers) == 4
+    assert all(isinstance(layer, Packed) for layer in layers)
+    kept = torch.tensor([[0, 3, 8], [1, 2, 5], [4, 6, 7]])
+    shown = torch.tensor([[True, True, True], [True, False, True], [False, False, True]])
+    selector = (lambda context: Selection(kept, shown)) if hides else None
+    results = [model(images, captions(9, 4, 12), selector=selector) for model in (plain, newer)]
+    torch.testing.assert_close(results[0].image, results[1].image)
+    torch.testing.assert_close(results[0].text, results[1].text)
+    assert own.calls == 0
+    assert not caplog.records
+    x, other = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
+    assert own(x, k_x=other, v_x=other).shape == (2, 3, 32)  # not to itself: open_clip's own way
+    assert own.calls == 1
+
+
+def test_layers_that_stay_slow_are_named_once_with_the_reason(caplog):
+    self_attention._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            use_packed_attention(build(config=tiny_config("custom-blocks")))
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("2 attention layers do not run the fast path (they have qk_norm)")
+    newer = as_open_clip_4(build(config=tiny_config()))
+    for block in newer.clip.transformer.resblocks:
+        block.attn = nn.Identity()
+    use_packed_attention(newer)
+    assert "they are torch.nn.modules.linear.Identity, which this version does not know" in caplog.records[-1].message

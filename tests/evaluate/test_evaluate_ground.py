@@ -1,128 +1,163 @@
+"""`powerclip.ground`: the typed result, against literal computation from the model's features."""
+
+import itertools
+import json
+
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
+import powerclip
 from powerclip.data.scenes import render, test_scenes
-from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import build, load, save
+from powerclip.encoders import build, preprocess_for, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.ground import caption_heatmaps, ground, word_tree
+from powerclip.evaluate.ground import GroundingModel, GroundSettings, ground, view_of
+from powerclip.evaluate.ground_regions import Regions, region_masks
 
 CAPTION = "a dog sitting on a red chair"
 BRACKETS = "(NP (NP a dog) (VP sitting (PP on (NP a red chair))))"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def tiny(**preprocess):
     torch.manual_seed(0)
     tower = {"width": 32, "layers": 1}
     config = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "patch_size": 8, "head_width": 16, **tower},
-        "text_cfg": {"context_length": 32, "vocab_size": 49408, "heads": 2, **tower},
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "heads": 2, **tower},
     }
-    return save(build(config=config), tmp_path_factory.mktemp("model") / "tiny")
+    encoder = build(config=config).eval()
+    encoder.clip.visual.preprocess_cfg.update(preprocess)
+    return GroundingModel.of((encoder, preprocess_for(encoder), tokenizer_for(encoder)), "tiny")
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    path = tmp_path_factory.mktemp("image") / "scene.png"
-    Image.fromarray(render(test_scenes(1, 0), 48)[0].permute(1, 2, 0).numpy()).save(path)
-    return path
+def model():
+    return tiny()
 
 
-def test_a_caption_with_its_tree_becomes_one_image_in_a_new_folder(model, image, tmp_path):
-    target = tmp_path / "deep" / "down" / "out.png"
-    assert ground(image, CAPTION, model, target, BRACKETS) == target
-    with Image.open(target) as made:
-        made.load()
-        # The image, the caption and its four phrases stand side by side.
-        assert made.width > 5 * made.height / 2
-    assert [path.name for path in target.parent.iterdir()] == ["out.png"]
+@pytest.fixture(scope="module")
+def image():
+    return Image.fromarray(render(test_scenes(1, 0), 48)[0].permute(1, 2, 0).numpy())
 
 
-def test_without_a_tree_each_word_is_looked_for():
-    tree = word_tree("A dog, sitting!")
-    assert [("A dog, sitting!"[node.start : node.end]) for node in tree.nodes] == [
-        "A dog, sitting",
-        "A",
-        "dog",
-        "sitting",
+def test_phrases_are_the_nodes_of_the_tree_with_heatmaps_of_their_words(model, image):
+    found = ground(model, image, CAPTION, tree=BRACKETS)
+    assert [(phrase.text, phrase.parent) for phrase in found.phrases] == [
+        (CAPTION, None),
+        ("a dog", 0),
+        ("sitting on a red chair", 0),
+        ("on a red chair", 2),
+        ("a red chair", 3),
     ]
+    # "a dog" is one leaf: the sum of its two tokens.
+    tokens = tokenizer_for(model.encoder)([CAPTION])
+    with torch.inference_mode():
+        text, words = model.encoder.encode_words(tokens)
+        whole, patches = model.encoder.encode_patches(model.preprocess(image)[None])
+    query = F.normalize(words[0, 1:3].sum(0), dim=-1)
+    torch.testing.assert_close(
+        found.phrases[1].heatmap.flatten(), F.normalize(patches[0], dim=-1) @ query, atol=1e-5, rtol=0
+    )
+    assert found.clip == pytest.approx(float(whole[0] @ text[0]), abs=1e-5)
 
 
-def test_phrases_beyond_the_context_length_are_left_out():
-    torch.manual_seed(0)
-    tower = {"width": 32, "layers": 1}
-    vision = {"image_size": 16, "patch_size": 8, "head_width": 16, **tower}
-    text = {"context_length": 6, "vocab_size": 49408, "heads": 2, **tower}
-    encoder = build(config={"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}).eval()
-    caption = "one two three four five six seven"
-    embedder = Embedder(encoder, CaptionTokenizer(context_length=6))
-    phrases, heat = caption_heatmaps(embedder, torch.rand(3, 16, 16), caption, word_tree(caption))
-    assert phrases == [caption, "one", "two", "three", "four"]
-    assert heat.shape == (5, 2, 2)
+def test_the_best_set_by_cosine_is_the_best_of_all_sets(model, image):
+    found = ground(model, image, CAPTION, GroundSettings(Regions(count=6, seed=3)), tree=BRACKETS)
+    with torch.inference_mode():
+        _, patches = model.encoder.encode_patches(model.preprocess(image)[None])
+    regions = torch.stack([F.normalize(patches[0, list(cells)].sum(0), dim=-1) for cells in found.regions]).double()
+    for phrase in found.phrases:
+        # The cosine with a set, from the cosines of its members: |φ_A| = |Σ φ_m|.
+        by_set = {
+            members: float(phrase.similarities.double()[list(members)].sum() / regions[list(members)].sum(0).norm())
+            for size in range(1, 7)
+            for members in itertools.combinations(range(6), size)
+        }
+        assert phrase.best == max(by_set, key=by_set.__getitem__)
+        assert phrase.score == pytest.approx(max(by_set.values()), abs=1e-5)
+        assert float(phrase.shares.sum()) == pytest.approx(phrase.score)
+
+
+def test_a_model_by_path_by_what_load_gave_and_as_one_are_the_same(model, image, tmp_path):
+    folder = powerclip.save(model.encoder, tmp_path / "tiny")
+    path = tmp_path / "image.png"
+    image.save(path)
+    expected = ground(model, image, CAPTION).to_json()
+    for other in (folder, powerclip.load(folder)):
+        assert powerclip.ground(other, path, CAPTION).to_json() | {"model": "tiny"} == expected
+
+
+def test_json_holds_the_whole_result(model, image):
+    found = ground(model, image, CAPTION, GroundSettings(Regions(count=4), "sum", "nla"))
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["scores"]["score"] == pytest.approx(found.t2r + found.r2t, abs=1e-4)
+    assert len(told["regions"]) == 4
+    assert told["settings"]["regions"]["kind"] == "random"
+    for phrase, shown in zip(found.phrases, told["phrases"], strict=True):
+        torch.testing.assert_close(torch.tensor(shown["heatmap"]), phrase.heatmap, atol=1e-5, rtol=0)
+        assert sum(shown["shares"]) == pytest.approx(shown["score"], abs=1e-3)
+
+
+def test_what_the_context_length_cuts_off_is_said_and_its_phrases_are_left_out(model, image):
+    caption = "a small dog near a red ball and a blue box and a green cross and a final star"
+    found = ground(model, image, caption)
+    assert found.unread.endswith("a final star")
+    assert "a final star" not in [phrase.text for phrase in found.phrases]
+    assert ground(model, image, CAPTION).unread == ""
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("mode", "view"),
+    [("shortest", (0.25, 0.0, 0.75, 1.0)), ("squash", (0.0, 0.0, 1.0, 1.0)), ("longest", (0.0, -0.5, 1.0, 1.5))],
+)
+def test_the_view_is_what_the_preprocessing_keeps(mode, view):
+    model = tiny(resize_mode=mode)
+    assert view_of(model, (80, 40)) == pytest.approx(view)
+    # Whatever lies in the view is what the model sees: paint the middle half white and look at its input.
+    wide = Image.new("RGB", (80, 40))
+    wide.paste((255, 255, 255), (20, 0, 60, 40))
+    white = (model.preprocess(wide)[0] > 1).float()
+    share = 40 * 40 / ((view[2] - view[0]) * 80 * (view[3] - view[1]) * 40)
+    assert float(white.mean()) == pytest.approx(share, abs=0.07)
+
+
+def test_a_drawn_box_covers_the_patches_whose_middles_it_holds():
+    regions = Regions("boxes", boxes=((0.5, 0.0, 1.0, 0.5), (0.26, 0.26, 0.3, 0.3)))
+    masks = region_masks(regions, (0.0, 0.0, 1.0, 1.0), (4, 4)).unflatten(1, (4, 4))
+    assert masks[0].nonzero().tolist() == [[0, 2], [0, 3], [1, 2], [1, 3]]
+    assert masks[1].nonzero().tolist() == [[1, 1]]  # smaller than a patch: the one under its middle
+    cropped = region_masks(Regions("boxes", boxes=((0.0, 0.0, 0.5, 1.0),)), (0.25, 0.0, 0.75, 1.0), (2, 2))
+    assert cropped.unflatten(1, (2, 2))[0].tolist() == [[True, False], [True, False]]
+
+
+def test_superpixels_are_distinct_regions_and_the_seed_chooses_among_them(model, image):
+    first, again, other = (
+        ground(model, image, CAPTION, GroundSettings(Regions("superpixels", count=3, seed=seed))) for seed in (0, 0, 1)
+    )
+    assert first.regions == again.regions
+    assert len(set(first.regions)) == len(first.regions) <= 3
+    assert first.regions != other.regions
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
     [
-        ({"image_path": "missing.png"}, "no image at missing.png"),
-        ({"image_path": "."}, "is a folder"),
-        ({"caption": " … "}, "no word"),
-        ({"brackets": "(NP a dog"}, "does not bracket"),
-        ({"brackets": "(NP a cat)"}, "does not match"),
-        ({"output": "."}, "is a folder"),
-        ({"output": "out.jpg"}, "end in .png"),
+        (lambda: Regions("randon"), "did you mean"),
+        (lambda: Regions(count=13), "1 to 12"),
+        (lambda: Regions("boxes"), "draw 1 to 12"),
+        (lambda: Regions("boxes", boxes=((0.5, 0.5, 0.4, 0.9),)), "left before right"),
+        (lambda: Regions("boxes", boxes=((float("nan"), 0.5, 0.6, 0.9),)), "left before right"),
+        (lambda: GroundSettings(similarity="cosine", aggregation="nla"), "no approximation"),
+        (lambda: GroundSettings(tau=0.0), "tau"),
+        (
+            lambda: region_masks(Regions("boxes", boxes=((0.0, 0.0, 0.2, 1.0),)), (0.25, 0.0, 0.75, 1.0), (2, 2)),
+            "outside",
+        ),
     ],
 )
-def test_bad_input_is_one_clear_line_before_any_model_is_loaded(change, message, image, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = {"image_path": image, "caption": CAPTION, "model": "no-such-model", "output": "out.png", **change}
+def test_settings_that_cannot_be_are_one_clear_line(make, message):
     with pytest.raises(UserError, match=message) as caught:
-        ground(**arguments)
+        make()
     assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("content", [b"", b"plain text", b"\x89PNG\r\n\x1a\n and then nonsense"])
-def test_a_file_that_is_no_image_is_named(content, tmp_path):
-    path = tmp_path / "fake.jpg"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"fake\.jpg"):
-        ground(path, CAPTION, "no-such-model", tmp_path / "out.png")
-
-
-def test_an_image_that_was_cut_short_is_named(image, tmp_path):
-    path = tmp_path / "cut.png"
-    path.write_bytes(image.read_bytes()[:-200])
-    with pytest.raises(UserError, match=r"cut\.png"):
-        ground(path, CAPTION, "no-such-model", tmp_path / "out.png")
-
-
-def test_an_output_below_a_file_is_refused(image, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is a file, not a folder"):
-        ground(image, CAPTION, "no-such-model", tmp_path / "file" / "out.png")
-
-
-def test_models_stand_below_each_other_and_captions_follow(model, image, tmp_path, monkeypatch):
-    drawn = []
-    from powerclip.report import heatmaps as figures
-
-    original = figures.heatmap_figure
-    monkeypatch.setattr(figures, "heatmap_figure", lambda rows: drawn.extend(rows) or original(rows))
-    torch.manual_seed(1)
-    other = save(build(config=load(model)[0].config), tmp_path / "other")
-    captions = ["a dog on a red chair", "a dog on a blue chair"]
-    ground(image, captions, [model, other], tmp_path / "out.png")
-    assert [(row.name, row.continues) for row in drawn] == [("tiny", False), ("other", True)] * 2
-    assert [row.panels[0].phrase for row in drawn[::2]] == captions
-    first, second = (row.panels[0].values for row in drawn[:2])
-    assert not torch.allclose(first, second)
-
-
-def test_trees_are_one_for_each_caption(image, tmp_path):
-    with pytest.raises(UserError, match="2 captions, but 1 trees"):
-        ground(image, [CAPTION, CAPTION], "no-such-model", tmp_path / "out.png", [BRACKETS])

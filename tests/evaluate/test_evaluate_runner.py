@@ -88,7 +88,7 @@ def test_results_have_clip_benchmarks_schema_one_file_for_each_dataset(model, tm
     assert record["metrics"].keys() == {"acc1", "acc5", "mean_per_class_recall"}
     records = {one["dataset"]: one["metrics"] for one in read_records(output / "crepe.json")}
     assert list(records) == ["crepe", "crepe/replace_obj", "crepe/swap_att"]
-    assert records["crepe"].keys() == {"acc", "mean_kind_acc", "acc_standard_error"}
+    assert records["crepe"].keys() == {"acc", "mean_kind_acc", "acc_standard_error", "mean_image_acc"}
 
 
 def test_embeddings_are_computed_once_for_the_same_images_and_weights(model, encoded, tmp_path):
@@ -274,7 +274,7 @@ def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():
         ({"suite": "retrieval", "data": ".", "datasets": ["flickr9k"]}, "did you mean"),
         ({"datasets": ["flickr8k"]}, "belong to a suite"),
         ({"paths": ["gone"]}, "no file or folder gone"),
-        ({"grounding": ["gone.jsonl"]}, "--grounding and --images belong together"),
+        ({"grounding": ["gone.jsonl"]}, "--grounding needs --images"),
         ({"grounding": ["gone.jsonl"], "images": ["."]}, "--grounding: there is no file gone.jsonl"),
         ({"grounding": ["gone.jsonl"], "images": ["gone.tar"]}, "--images: there is no file or folder gone.tar"),
     ],

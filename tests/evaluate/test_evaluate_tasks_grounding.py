@@ -13,7 +13,7 @@ import torch
 from powerclip.data.trees import Span
 from powerclip.evaluate.embedder import Embedded
 from powerclip.evaluate.images import FileImages
-from powerclip.evaluate.metrics import cells_in_boxes
+from powerclip.evaluate.metrics import balancing_weights, cells_in_boxes
 from powerclip.evaluate.tasks import Grounding, PointingGame
 from powerclip.runtime.distributed import SINGLE
 
@@ -101,6 +101,7 @@ def test_a_model_whose_maps_are_the_gold_boxes_has_100_in_all_three():
     for way in ("words", "text"):
         assert whole[f"pointing_{way}"] == 1
         assert whole[f"swap_{way}"] == whole[f"swap_{way}_central_first"] == whole[f"swap_{way}_central_last"] == 1
+        assert whole[f"swap_{way}_balanced"] == pytest.approx(1)
         for which in ("single", "several"):
             assert whole[f"set_f1_{way}_{which}"] == whole[f"set_exact_{way}_{which}"] == 1
         # One of two birds: precision 1, recall 1/2. Which of them is better cannot be told: the worst set, no bird, is
@@ -122,8 +123,9 @@ def test_a_map_that_ignores_its_phrase_has_50_in_swap():
     embedder = KnownFeatures(lambda number, phrase: query, patches.__getitem__)
     whole = grounding(*TWO_CAPTIONS).score(embedder).parts[""]
     swaps = {name: value for name, value in whole.items() if name.startswith("swap")}
-    assert len(swaps) == 6
-    assert set(swaps.values()) == {0.5}
+    of_model = [value for name, value in swaps.items() if "_by_" not in name]
+    assert len(of_model) == 8
+    assert of_model == pytest.approx([0.5] * 8)
     assert whole["pointing_words"] == whole["pointing_words_other"]
 
 
@@ -148,6 +150,45 @@ def test_a_model_that_knows_only_the_order_of_phrases_is_told_apart():
     whole = task.score(embedder).parts[""]
     assert whole["swap_words"] == 0.75
     assert (whole["swap_words_central_first"], whole["swap_words_central_last"]) == (1, 0)
+    # Balanced, the dog is named first as often as last: the order is worth nothing.
+    assert whole["swap_words_balanced"] == pytest.approx(0.5, abs=0.01)
+    assert whole["swap_by_order"] == 0.75
+
+
+def test_a_model_that_sees_only_the_length_of_a_phrase_is_told_apart():
+    # The longer phrase of a sentence means the middle.
+    def query(number: int, phrase: str) -> torch.Tensor:
+        return torch.tensor([1.0, 0.0]) if len(phrase) > 3 else torch.tensor([0.0, 1.0])
+
+    middle, cup = [(0.3, 0.3, 0.7, 0.7)], [CUP]
+    task = grounding("dog and chair", "chair and dog", "dog and chair", "chair and dog")
+    # In three of four sentences the chair, which is the longer word, stands in the middle.
+    boxes = [cup, middle, middle, cup, cup, middle, cup, middle]
+    task = replace(task, phrases=replace(task.phrases, boxes=boxes))
+    whole = task.score(KnownFeatures(query, lambda image: peaked(3, 3))).parts[""]
+    assert whole["swap_words"] == whole["swap_by_length"] == 0.75
+    assert whole["swap_words_balanced"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_model_that_reads_only_the_first_phrase_of_a_sentence_has_50_in_swap():
+    first = [text.split()[0] for text in TWO_CAPTIONS for _ in range(3)]
+    embedder = KnownFeatures(lambda number, phrase: gold_query(number, first[number]), gold_patches)
+    whole = grounding(*TWO_CAPTIONS).score(embedder).parts[""]
+    assert [whole["swap_words"], whole["swap_words_balanced"]] == pytest.approx([0.5, 0.5])
+    assert whole["pointing_words"] < 1
+
+
+def test_balancing_weights_leave_nothing_to_a_bias_and_keep_what_is_balanced():
+    torch.manual_seed(0)
+    biased = torch.randn(400, 5, dtype=torch.double) + torch.tensor([0.5, 0, 0, -0.3, 0])
+    weights = balancing_weights(biased)
+    assert weights.sum() == pytest.approx(1)
+    assert (weights @ biased).abs().max() < 1e-3
+    assert biased.mean(0).abs().max() > 0.3
+    mirrored = torch.cat([biased, -biased])
+    assert balancing_weights(mirrored) == pytest.approx(torch.full((800,), 1 / 800))
+    # What cannot be balanced does not break it.
+    assert balancing_weights(torch.ones(3, 2, dtype=torch.double)) == pytest.approx(torch.full((3,), 1 / 3))
 
 
 def test_only_phrases_of_one_caption_whose_boxes_lie_apart_are_swapped():

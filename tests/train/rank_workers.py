@@ -126,6 +126,25 @@ def everything(folder: Path, output: Path, cases: Sequence[str], sharded: Sequen
         }
 
 
+BF16 = ("train.precision=bf16",)
+MIXED = (*BF16, "train.sharding=full", "train.mixed_precision_param=bf16", "train.mixed_precision_reduce=bf16")
+STEADY = "optim.eps=1e-3"  # as in TOWERS: gradients that are zero but for rounding make no update
+PARTS = (STEADY, "train.checkpoint_format=sharded")
+
+
+def sharded_ways(folder: Path, output: Path, count: int) -> dict[str, Any]:
+    """What sharded ranks are asked for beyond `everything`; four ranks make two groups."""
+    hybrid = ("train.sharding=hybrid", "train.shard_ranks=2")
+    with join_ranks("cpu"):
+        found: dict[str, Any] = {"hybrid": look_at_cases(folder, ["powerclip"], *hybrid)}
+        if count == 2:
+            found["mixed"] = look_at_cases(folder, ["powerclip"], *MIXED)
+            run_whole(folder, output / "parts", 7, "train.sharding=full", *PARTS)
+        else:  # the run of two ranks goes on with four, in two groups
+            run_whole(folder, output / "parts", None, *hybrid, *PARTS, resume=True)
+        return found
+
+
 class OneOfOne(Ranks):
     """A rank that sends its messages although it is alone: one GPU is enough to send them over nccl."""
 

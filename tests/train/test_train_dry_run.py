@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from powerclip import cli
 from powerclip.errors import UserError
 from powerclip.train import dry_run as module
-from powerclip.train.dry_run import Burst, activation_bytes, count, dry_run, measure, synthetic_batch
+from powerclip.train.dry_run import Burst, dry_run, measure
 from powerclip.train.loop import train
+from powerclip.train.memory import activation_bytes, count, synthetic_batch
 from powerclip.train.state import start
 
 
@@ -56,6 +57,36 @@ def test_data_that_are_there_are_counted_without_an_index_being_written(tmp_path
     assert sorted(mini_corpus.iterdir()) == before
 
 
+def test_what_decides_the_loss_is_told_in_the_papers_letters(tmp_path):
+    text = said(tiny(tmp_path, "alignment.preset=paper", "alignment.gamma=0.5", "alignment.tau=0.01"), tmp_path / "run")
+    assert "preset paper: loss triplet, γ 0.5, negatives hardest, λ 0.1" in text
+    assert "nla, sums, α 0.75, τ 0.01, best sets of any size" in text
+    assert "M 3 random boxes an image; trees of captions" in text
+    assert "trees: the scenes' own" in text
+
+
+def test_missing_sidecars_and_packages_are_found(tmp_path, mini_corpus, monkeypatch):
+    monkeypatch.setattr("powerclip.train.inputs.find_spec", lambda name: None)
+    shards = f"data.shards={mini_corpus}/train-*.tar"
+    overrides = ["data.source=shards", shards, "data.trees=sidecars", "regions.kind=segments", "train.wandb=photos"]
+    text = said(tiny(tmp_path, *overrides), tmp_path / "run")
+    for kind in ("trees", "regions"):
+        assert f"{kind}: MISSING: data.sidecars: no shard has its {kind} beside them" in text
+        assert f"`powerclip annotate {kind} '{mini_corpus}/train-*.tar'`" in text
+    assert "train.wandb: MISSING: the package wandb is not installed: pip install 'powerclip[wandb]'" in text
+    parsed = said(tiny(tmp_path, "data.source=shards", shards), tmp_path / "run")
+    assert "trees: sidecars where there are some, the embedded parser for the rest" in parsed
+    trees = ["data.source=corpus", shards, f"data.trees={mini_corpus}/trees.tsv"]
+    assert f"trees: {mini_corpus}/trees.tsv" in said(tiny(tmp_path, *trees), tmp_path / "run")
+
+
+def test_missing_weights_are_found_and_what_is_trained_is_told(tmp_path):
+    recipe = tiny(tmp_path, f"model.pretrained={tmp_path}/nowhere.safetensors", "train.freeze=image", "train.lora=2")
+    text = said(recipe, tmp_path / "run")
+    assert f"model.pretrained: MISSING: the model config: no weights file {tmp_path}/nowhere.safetensors" in text
+    assert "of them (freeze image, LoRA of rank 2)" in text
+
+
 def test_what_the_folder_holds_is_told(tmp_path):
     recipe = tiny(tmp_path, "train.steps=2")
     train(recipe, tmp_path / "run", quiet=True)
@@ -73,13 +104,13 @@ def test_a_burst_on_a_cpu_grows_until_it_is_long_enough_and_is_extrapolated_in_a
     burst = measure(recipe, start(recipe), 1000)
     assert burst.pairs == 16  # 0.4, 0.6, 1.0 and 1.8 seconds
     assert burst.step(1000) == pytest.approx(100.2)
-    assert Burst(8, 1.0, 0.0, 16, 0.0, None).step(2) == 1.0
+    assert Burst(8, 1.0, 0.0, 16, None).step(2) == 1.0
 
 
 def test_kept_activations_grow_with_the_pairs_and_not_with_the_parameters(tmp_path):
     recipe = tiny(tmp_path)
     state = start(recipe)
-    two, six = (activation_bytes(state, synthetic_batch(recipe, state.encoder, pairs)) for pairs in (2, 6))
+    two, six = (activation_bytes(state, pairs) for pairs in (2, 6))
     assert six == pytest.approx(two, rel=0.2)  # of one pair
     assert two < 4 * count(state.encoder)
 

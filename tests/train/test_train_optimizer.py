@@ -25,18 +25,17 @@ def test_gains_biases_and_scales_do_not_decay_and_everything_is_trained_once(tmp
 
 
 def test_the_rate_rises_in_a_line_then_falls_as_a_cosine_to_zero():
-    optim = OptimSection(lr=2.0, warmup=4)
+    optim = OptimSection(lr=0.5, warmup=4)
     rates = [learning_rate(step, 104, optim) for step in range(105)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[4] == 2.0
-    assert rates[54] == pytest.approx(1.0)
+    assert rates[:4] == [0.125, 0.25, 0.375, 0.5]
+    assert rates[4] == 0.5
+    assert rates[54] == pytest.approx(0.25)
     assert rates[104] == pytest.approx(0.0)
     assert all(a >= b for a, b in pairwise(rates[4:]))
 
 
-def test_a_constant_schedule_stays_and_a_warm_up_longer_than_the_run_is_allowed():
-    assert learning_rate(90, 100, OptimSection(lr=2.0, schedule="constant")) == 2.0
-    assert learning_rate(9, 10, OptimSection(lr=2.0, warmup=20)) == 1.0
+def test_a_constant_schedule_stays():
+    assert learning_rate(90, 100, OptimSection(lr=0.5, schedule="constant")) == 0.5
 
 
 def test_the_same_seed_draws_the_same_weights_and_another_seed_others(tmp_path):

@@ -1,6 +1,7 @@
 """Train the embedded parser.
 
     python tools/parser/train.py --treebank data/treebank --silver data/trees.tsv.gz -o runs/parser
+    python tools/parser/train.py --treebank data/treebank --silver data/trees.tsv.gz --learn-from coco- -o runs/open
     python tools/parser/train.py --treebank data/treebank -o runs/try --early 0 --late 2
 
 A conditional random field over trees: the score of the gold tree against the log-sum over all trees of the sentence.
@@ -231,12 +232,23 @@ class Trainer:
         return F.cross_entropy(logits.transpose(1, 2), tags.to(self.device), reduction="none").sum(1)
 
 
-def train(
-    treebank: Path, silver: Path | None, output: Path, settings: Settings, device: torch.device, test: bool
-) -> dict[str, object]:
+@dataclass(frozen=True)
+class Material:
+    """What to learn from, as files."""
+
+    treebank: Path
+    silver: Path | None
+    learn_from: str  # beginning of the keys of the silver trees to learn from
+    sources: Path | None  # JSON: origin and licence of the material, for the card
+
+
+def train(material: Material, output: Path, settings: Settings, device: torch.device, test: bool) -> dict[str, object]:
     """Train, write `parser.safetensors` and `card.json` into `output`, and give what the card says."""
-    gold = read_treebank(treebank)
-    captions = read_silver(silver) if silver else {"train": [], "test": []}
+    sources = _read_sources(material.sources) if material.sources else {}
+    gold = read_treebank(material.treebank)
+    captions: dict[str, list[Sentence]] = {"train": [], "test": []}
+    if material.silver:
+        captions = read_silver(material.silver, material.learn_from)
     output.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(gold["train"], captions["train"], settings, device)
     began = time.perf_counter()
@@ -265,6 +277,7 @@ def train(
     assert best_weights is not None
     final = ParserModel(best_weights.half().float(), _fresh(trainer.lexicon), device)
     card: dict[str, object] = {
+        **sources,
         "settings": dataclasses.asdict(settings),
         "sentences": {f"gold {part}": len(sentences) for part, sentences in gold.items()}
         | {f"silver {part}": len(sentences) for part, sentences in captions.items()},
@@ -281,8 +294,18 @@ def train(
     if test:
         card["test"] = evaluate(final, gold["test"]).summary()
         card["test_by_genre"] = {name: score.summary() for name, score in by_genre(final, gold["test"]).items()}
-    write_atomic(output / "card.json", (json.dumps(card, indent=1) + "\n").encode())
+    write_atomic(output / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
     return card
+
+
+def _read_sources(path: Path) -> dict[str, object]:
+    try:
+        sources = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--sources {path}: not a JSON file ({error})") from None
+    if not isinstance(sources, dict):
+        raise UserError(f"--sources {path}: a mapping such as tools/parser/sources.json should stand there")
+    return sources
 
 
 def _fresh(lexicon: Lexicon) -> Lexicon:
@@ -299,6 +322,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     )
     parser.add_argument("--treebank", type=Path, required=True, help="folder of gold .ptb files")
     parser.add_argument("--silver", type=Path, help="gzipped lines of key, number and tree; without it gold alone")
+    parser.add_argument("--learn-from", default="", help="learn only from silver trees whose key begins so, as coco-")
+    parser.add_argument("--sources", type=Path, help="JSON file of origins and licences that the card repeats")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for parser.safetensors and card.json")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.add_argument("--test", action="store_true", help="also score the test documents: once, at the very end")
@@ -308,7 +333,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options = vars(parser.parse_args(None if arguments is None else list(arguments)))
     settings = Settings(**{field.name: options[field.name] for field in dataclasses.fields(Settings)})
     device = choose_device(options["device"], setting="--device")
-    card = train(options["treebank"], options["silver"], options["output"], settings, device, options["test"])
+    material = Material(*(options[field.name] for field in dataclasses.fields(Material)))
+    card = train(material, options["output"], settings, device, options["test"])
     shown = {name: card.get(name) for name in ("parameters", "seconds", "dev", "silver", "test")}
     print(json.dumps(shown, indent=1))
 

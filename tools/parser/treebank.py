@@ -94,19 +94,24 @@ def genre(document: str) -> str:
     return document.removeprefix("GUM_").split("_")[0]
 
 
-def read_silver(path: Path) -> dict[str, list[Sentence]]:
+def read_silver(path: Path, learn_from: str = "") -> dict[str, list[Sentence]]:
     """A parser's trees of captions (lines of key, number, tree; gzipped) as `train` and `test`: 1 image in 20.
 
+    Only captions whose key begins with `learn_from` are for `train`; `test` has those of every source.
+
     Raises:
-        UserError: the file is not there or has other lines.
+        UserError: the file is not there, has other lines, or no key begins so.
     """
     if not path.is_file():
         raise UserError(f"{path} is not there; give a file of caption trees with --silver, or leave it out")
     parts: dict[str, list[Sentence]] = {"train": [], "test": []}
     for key, tree in _silver_lines(path):
         sentence = read_sentence(tree, key)
-        if sentence.words:
-            parts["test" if zlib.crc32(key.encode()) % 20 == 0 else "train"].append(sentence)
+        part = "test" if zlib.crc32(key.encode()) % 20 == 0 else "train"
+        if sentence.words and (part == "test" or key.startswith(learn_from)):
+            parts[part].append(sentence)
+    if not parts["train"]:
+        raise UserError(f"{path}: no key begins with {learn_from!r}; give another --learn-from, or leave it out")
     return parts
 
 
