@@ -155,7 +155,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "optimiser", f"AdamW, {rate}, weight decay {optim.weight_decay:g}"
     yield "data", recipe.data.source
     shards = next((item.paths for item in files if item.setting == "data.shards"), ())
-    found = annotations(recipe, shards) if shards or recipe.data.source == "scenes" else ()
+    found = annotations(recipe, shards) if shards or recipe.data.source in ("scenes", "table") else ()
     for item in (*files, *found):
         yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
 
