@@ -14,6 +14,7 @@ from powerclip.annotate.region_annotator import RegionAnnotator
 from powerclip.annotate.sources import Sources
 from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.data.columns import Columns
+from powerclip.data.remote import RemoteCache
 from powerclip.data.sidecar import Kind
 from powerclip.errors import UserError, nearest
 
@@ -30,6 +31,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     batch: int = 8  # images that a segmenter sees at once
     columns: Columns = field(default_factory=Columns)  # of tables
+    cache: RemoteCache | None = None  # of remote shards that are named by the paths of their copies
 
     def load(self, worker: int = 0, workers: int = 1) -> ShardAnnotator[Any, Any]:
         """The annotator for the worker of this number, which shares the machine with the others.
@@ -46,11 +48,13 @@ class Job:
         if self.kind == "trees":
             from powerclip.annotate.parsers import load_parser
 
-            return TreeAnnotator(load_parser(self.name, device, **self.options), self.sidecars, Sources(self.columns))
+            return TreeAnnotator(
+                load_parser(self.name, device, **self.options), self.sidecars, Sources(self.columns, self.cache)
+            )
         from powerclip.annotate.segmenters import load_segmenter
 
         segmenter = load_segmenter(self.name, device, self.weights, **self.options)
-        return RegionAnnotator(segmenter, self.sidecars, self.batch, threads, Sources(self.columns))
+        return RegionAnnotator(segmenter, self.sidecars, self.batch, threads, Sources(self.columns, self.cache))
 
     def check(self) -> None:
         """See, before anything is started, that there is such an annotator.

@@ -11,6 +11,7 @@ from pathlib import Path
 from powerclip.annotate.shard_list import fingerprint, local_copy
 from powerclip.data.columns import Columns
 from powerclip.data.faults import BadSample, Fault
+from powerclip.data.remote import RemoteCache
 from powerclip.data.samples import Samples, TarSamples
 from powerclip.data.sidecar import Kind
 from powerclip.data.table import Table
@@ -58,6 +59,7 @@ class Sources:
     """Opens shards by name. A table is read once, for all of its parts."""
 
     columns: Columns = field(default_factory=Columns)
+    cache: RemoteCache | None = None  # where copies of remote shards are, by whose paths these are then named
     _tables: dict[Path, Table] = field(default_factory=dict)
 
     def fingerprint(self, shard: str, kind: Kind) -> str:
@@ -66,6 +68,8 @@ class Sources:
         Raises:
             OSError: there is no such shard, or its store does not answer.
         """
+        if self.cache is not None and shard in self.cache.files:
+            return self.cache.files[shard].fingerprint
         if not is_part(shard):
             return fingerprint(shard)
         part = read_part(shard, self._tables, self.columns)
@@ -81,6 +85,8 @@ class Sources:
         if is_part(shard):
             yield OpenSource(PartSamples(read_part(shard, self._tables, self.columns)))
             return
+        if self.cache is not None and shard in self.cache.files:
+            self.cache.get(Path(shard))
         with local_copy(shard) as tar:
             index = make_index(tar)
             samples = TarSamples(tar, index)

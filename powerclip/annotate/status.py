@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from powerclip.annotate.shard_list import is_url
 from powerclip.annotate.sources import Sources
 from powerclip.data.columns import Columns
+from powerclip.data.remote import is_url
 from powerclip.data.sidecar import Kind, SidecarError, SidecarInfo, read_info, sidecar_path
 from powerclip.data.table_parts import is_part
 from powerclip.errors import UserError

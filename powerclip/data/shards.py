@@ -133,6 +133,22 @@ def open_shards(
         UserError: too much is damaged, nothing can be used, or an index can be kept nowhere.
     """
     infos = _infos(paths, folder, ranks.rank * len(paths) // ranks.count, progress)
+    return count_shards(paths, infos, folder, strict=strict, max_bad=max_bad)
+
+
+def count_shards(
+    paths: Sequence[Path],
+    infos: Sequence[IndexInfo | None],
+    folder: Path | None = None,
+    *,
+    strict: bool = False,
+    max_bad: float = 1.0,
+) -> ShardSet:
+    """The shards of which this is known; None: one that is not there.
+
+    Raises:
+        UserError: too much is damaged, or nothing can be used.
+    """
     damage: dict[str, list[Path]] = {}
     left_out: Counter[str] = Counter()
     for path, info in zip(paths, infos, strict=True):

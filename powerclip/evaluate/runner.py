@@ -28,6 +28,7 @@ from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.grid import read_grid
 from powerclip.evaluate.readers import read_negatives, read_path
+from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
 from powerclip.evaluate.tasks import CaptionRetrieval, Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
@@ -64,6 +65,7 @@ def evaluate_model(
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
     grid: Sequence[Path] = (),
+    scenes: int = 0,
     suite: str | None = None,
     data: Path | None = None,
     datasets: Sequence[str] = (),
@@ -84,7 +86,9 @@ def evaluate_model(
     with join_ranks(device) as ranks:
         # Cheap checks come first, before the model is loaded.
         of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
-        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, columns))
+        own = ranks.raise_on_all(
+            lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, columns, any_other=scenes > 0)
+        )
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
 
@@ -94,6 +98,7 @@ def evaluate_model(
         encoder, _, tokenizer = ranks.raise_on_all(
             lambda: load(model, pretrained=pretrained, device=choose_device(device, ranks, setting="--device"))
         )
+        own += _scene_jobs(scenes, encoder.image_size[0]) if scenes else []
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
         done = evaluate(
@@ -120,11 +125,11 @@ def jobs_for_paths(
     images of phrases and of hard negatives are in `images`; `columns` are those of tables.
     """
     jobs: list[Job] = []
-    read = partial(_read_path, images=images, columns=columns)
-    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read) for path in paths]
+    read_own = partial(_read_path, images=images, columns=columns)
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_own) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
-    readers += [(path, read_grid) for path in grid]
+    readers += [(path, partial(read_grid, columns=columns)) for path in grid]
     # A user's own data never pass for a dataset of the paper.
     taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
     for path, read in readers:
@@ -132,6 +137,16 @@ def jobs_for_paths(
         taken.add(_file_name(name))
         jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
     return jobs
+
+
+def _scene_jobs(count: int, size: int) -> list[Job]:
+    """The embedded scenes, drawn at the size that the model reads: their four tasks, and grounding with sets."""
+    tasks: dict[str, Task] = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
+
+    def found(task: Task) -> Task:
+        return task
+
+    return [Job(f"scenes {name}", f"scenes_{name}", partial(found, task), "scenes") for name, task in tasks.items()]
 
 
 def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:
@@ -307,10 +322,11 @@ def _own_jobs(
     images: Sequence[Path],
     grid: Sequence[Path],
     suite: str | None,
-    columns: Columns | None = None,
+    columns: Columns | None,
+    any_other: bool,
 ) -> list[Job]:
-    """The jobs of the user's own data; there may be none beside a suite."""
-    if suite is None and not paths and not pointing and not grounding and not grid:
+    """The jobs of the user's own data; there may be none beside a suite, or beside any other."""
+    if suite is None and not any_other and not paths and not pointing and not grounding and not grid:
         raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
     if grounding and not images:
         raise UserError("--grounding needs --images: phrases with boxes, and tars or a folder of their images")

@@ -14,15 +14,17 @@ from powerclip.data.corpus import TreeSidecars, find_trees
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.loader import BatchLoader
 from powerclip.data.paths import expand_pattern
+from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader, ShardOptions
+from powerclip.data.shards import ShardSet
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
-from powerclip.train.inputs import Input, existing_file, sidecar_folder
+from powerclip.train.inputs import Input, count_samples, existing_file, sidecar_folder
 from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
 from powerclip.train.trees import TreeFolder, check_trees
 
@@ -54,7 +56,7 @@ def make_loader(
     tokenizer = _checked_tokenizer(encoder)
     cache = cache or DataCache()
     if recipe.data.source == "scenes":
-        return SceneLoader(spec, tokenizer, ranks)
+        return SceneLoader(spec, tokenizer, ranks, "collective" if recipe.data.collective else "train")
     if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     return _corpus_loader(recipe, spec, tokenizer, cache, ranks)
@@ -92,13 +94,17 @@ def _shard_loader(
     warn: Callable[[str], None] | None,
 ) -> ShardLoader:
     data = recipe.data
-    shards = cache.tables(data) if data.source == "table" else cache.shards(data, ranks)
     reads_trees = recipe.reads_trees and data.trees != FLAT
+    if data.source == "table":
+        shards: ShardSet = cache.tables(data)
+    else:
+        shards = cache.shards(data, ranks, trees=reads_trees, regions=recipe.reads_masks)
     if reads_trees and data.trees == SIDECARS:
         _check_sidecars(shards.paths, "trees", data)
         trees = TreeFolder(sidecar_folder(data), "trees of the sidecars")
     elif reads_trees:
-        trees = cache.trees([str(path) for path in shards.paths], data, ranks)
+        remote = shards.cache if isinstance(shards, RemoteShards) else None
+        trees = cache.trees([str(path) for path in shards.paths], data, ranks, samples=shards.samples, cache=remote)
     else:
         trees = TreeFolder(None, "")
     # Only PowerCLIP uses trees and regions; the other objectives need no annotation.
@@ -113,7 +119,7 @@ def _shard_loader(
     )
     if reads_trees:
         check_trees(shards, trees, f"{_annotate('trees', data)}, or set data.trees: {FLAT} to train without phrases")
-    if options.segments:
+    if options.segments and not isinstance(shards, RemoteShards):  # remote masks come with each shard
         _check_sidecars(shards.paths, "regions", data)
     return ShardLoader(shards, spec, tokenizer, options, ranks, warn)
 
@@ -177,7 +183,8 @@ def corpus_trees(
         path = existing_file(data.trees, "data.trees")
         return path, f"trees of {path}"
     if recipe.reads_trees and data.trees is None:
-        made = cache.trees([str(path) for path in shards], data, ranks)
+        samples = count_samples([path for path in shards if path.is_file()])
+        made = cache.trees([str(path) for path in shards], data, ranks, samples=samples)
         return TreeSidecars(made.folder), made.note
     folder = sidecar_folder(data)
     sidecars = find_trees(shards, folder)

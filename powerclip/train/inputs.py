@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from powerclip.data.columns import Columns
-from powerclip.data.paths import expand_path, expand_pattern
-from powerclip.data.shards import expand_shards
+from powerclip.data.paths import expand_path, expand_pattern, user_cache
+from powerclip.data.remote import expand_urls, is_url
+from powerclip.data.shards import expand_shards, iter_names
 from powerclip.data.table import TABLE_SUFFIXES, is_table
 from powerclip.data.table_parts import open_tables
 from powerclip.data.tar_index import find_info, make_index
@@ -38,6 +40,10 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
         if data.trees not in (FLAT, SIDECARS):
             yield from _find("data.trees", data.trees, _file)
         if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
+            yield from _find("data.sidecars", data.sidecars, _folder)
+    elif data.source == "shards" and data.shards and names_urls(data.shards):
+        yield from _find("data.shards", data.shards, _urls)
+        if data.sidecars is not None and not is_url(data.sidecars):
             yield from _find("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
         yield from _find("data.shards", data.shards, _shards)
@@ -100,6 +106,30 @@ def _shards(value: str, setting: str) -> Input:
     return replace(item, summary=f"{item.summary}, {missing:,} more are not there") if missing else item
 
 
+def _urls(value: str, setting: str) -> Input:
+    names = remote_names(value, setting)
+    return Input(setting, f"{len(names):,} remote shards, the first {names[0]}")
+
+
+def names_urls(shards: str) -> bool:
+    """Whether `data.shards` names remote shards: a URL, or a list of them."""
+    return is_url(next(iter(iter_names(shards, "data.shards")), ""))
+
+
+def remote_names(value: str, setting: str) -> list[str]:
+    """The URLs of the remote shards that a setting names."""
+    lines = [os.path.expandvars(line) for line in iter_names(value, setting)]
+    local = next((line for line in lines if not is_url(line)), None)
+    if local is not None:
+        raise UserError(f"{setting}: {local} is no URL; a list names either files or URLs")
+    return [url for line in lines for url in expand_urls(line, setting)]
+
+
+def cache_folder(data: DataSection) -> Path:
+    """Where copies of a recipe's remote shards lie."""
+    return user_cache("shards") if data.cache is None else expand_path(data.cache, "data.cache")
+
+
 def _table(value: str, setting: str) -> Input:
     paths = table_paths(value, setting)
     return Input(setting, ", ".join(map(str, paths[:3])) + " …" * (len(paths) > 3))
@@ -152,5 +182,7 @@ def _folder(value: str, setting: str) -> Input:
 
 
 def sidecar_folder(data: DataSection) -> Path | None:
-    """Where a recipe's sidecars lie; None: beside the shards."""
-    return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
+    """Where a recipe's sidecars lie on this machine; None: beside the shards, or the copies of remote ones."""
+    if data.sidecars is None or is_url(data.sidecars):
+        return None
+    return expand_path(data.sidecars, "data.sidecars")

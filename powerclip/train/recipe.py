@@ -68,10 +68,14 @@ class DataSection:
     # a corpus also a TSV file
     trees: str | None = None
     sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
+    cache: str | None = None  # of remote shards: the folder of their copies; null: in the user's cache
+    cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
-    workers: NonNegativeInt = 1  # threads, of shards and tables processes, that prepare batches ahead; 0: none
+    # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
+    workers: NonNegativeInt = 1
+    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
     strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
@@ -80,6 +84,8 @@ class DataSection:
         validate(self, "data")
         if self.source == "corpus" and not self.shards:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
+        if self.source == "corpus" and self.shards and "://" in self.shards:
+            raise ValueError("data.source: corpus reads local shards; data.source: shards reads remote ones")
         if self.source == "shards" and not self.shards:
             raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
         if self.source == "table" and not self.table:
@@ -249,6 +255,8 @@ FREE_ON_RESUME = frozenset(
         "data.workers",
         "data.strict",
         "data.max_bad",
+        "data.cache",
+        "data.cache_size",
         "train.device",
         "train.log_every",
         "train.checkpoint_every",

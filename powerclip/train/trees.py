@@ -24,6 +24,7 @@ from powerclip.annotate.sources import Sources
 from powerclip.data.columns import Columns
 from powerclip.data.faults import FLAT_TREES, BadSample, FaultReport
 from powerclip.data.paths import user_cache
+from powerclip.data.remote import RemoteCache
 from powerclip.data.shard_reader import OpenShard, ShardReader
 from powerclip.data.shard_samples import find_tree
 from powerclip.data.shards import ShardSet
@@ -33,6 +34,7 @@ from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.runtime.progress import Progress, duration
 
 PARSER = "embedded"
+_FEW = 20_000  # samples that are sooner parsed than processes are started
 _LINE_EVERY = 10.0  # seconds between two lines of progress where there is no terminal
 _PROBED_SHARDS, _PROBED_SAMPLES = 8, 32
 
@@ -51,6 +53,8 @@ def prepare_trees(
     columns: Columns | None = None,
     ranks: Ranks = SINGLE,
     *,
+    samples: int | None = None,
+    cache: RemoteCache | None = None,
     progress: bool = False,
 ) -> TreeFolder:
     """The sidecars of trees of all shards; the embedded parser makes those that are missing.
@@ -60,22 +64,26 @@ def prepare_trees(
         sidecars: the folder that the user names for them; None: beside the shards.
         columns: of tables.
         ranks: begin at different shards; a shard that another one parses is waited for.
+        samples: of all shards, where that is known; a few are sooner parsed than processes are started.
+        cache: of remote shards, which are then named by the paths of their copies.
         progress: show a bar, or a line now and then.
 
     Raises:
         UserError: a sidecar cannot be written.
     """
     folder = sidecars or _default_folder(shards)
-    sources = Sources(columns or Columns())
+    sources = Sources(columns or Columns(), cache)
     todo = [shard for shard in shards if _is_missing(shard, folder, sources)]
     where = f"in {folder}" if folder else "beside the data"
     if not todo:
         return TreeFolder(folder, f"trees of the sidecars {where}")
     first = ranks.rank * len(todo) // ranks.count
     todo = [*todo[first:], *todo[:first]]
-    job = Job("trees", PARSER, folder, "cpu", columns=columns or Columns())
+    job = Job("trees", PARSER, folder, "cpu", columns=columns or Columns(), cache=cache)
     # Ranks share the cores of their machine; how many of them it has, torchrun says.
     workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if samples is not None and samples <= _FEW:
+        workers = 1
     captions = flat = 0
     bar = Progress("parsing captions", len(todo), unit="shards", every=_LINE_EVERY, quiet=not progress, transient=True)
     # Neither the threads nor the random numbers of the run depend on whether it had to parse.
@@ -94,7 +102,7 @@ def prepare_trees(
     took = duration(bar.elapsed)
     made = f"trees: {captions:,} captions parsed now by the {PARSER} parser in {took}{left_flat}, kept {where}"
     before = len(shards) - len(todo)
-    return TreeFolder(folder, made + (f"; {before:,} sidecars were there" if before else ""))
+    return TreeFolder(folder, made + (f"; {before:,} of {len(shards):,} sidecars were there" if before else ""))
 
 
 def check_trees(shards: ShardSet, trees: TreeFolder, remedy: str) -> None:

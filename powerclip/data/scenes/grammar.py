@@ -65,11 +65,15 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption, its bracketed tree, and for each object noun phrase (start, end, label, mention)."""
+    """A caption, its bracketed tree, and for each object noun phrase (start, end, label, mention).
+
+    `phrases` has (start, end, label) of every constituent, the higher ones first: the tree without its brackets.
+    """
 
     text: str
     brackets: str
     mentions: tuple[tuple[int, int, str, int], ...]
+    phrases: tuple[tuple[int, int, str], ...]
 
 
 def _words(*tagged: str) -> tuple[Node, ...]:
@@ -254,21 +258,27 @@ def realise(plan: Plan) -> Caption:
     core, taken = _core(plan)
     if taken < len(plan.mentions):
         core = _add(plan, core, [_noun_phrase(plan, k) for k in range(taken, len(plan.mentions))])
-    if plan.wording.period:
+    return write(core, capital=plan.wording.capital, period=plan.wording.period)
+
+
+def write(core: Node, *, capital: bool, period: bool) -> Caption:
+    """A constituent as a caption."""
+    if period:
         # The mark joins the topmost phrase, as treebanks have it; an object's own noun phrase stays clear of it.
         inside = core.children if core.mention < 0 else (core,)
         core = _phrase(core.label, *inside, _PERIOD)
     text: list[str] = []
     brackets: list[str] = []
     spans: list[tuple[int, int, str, int]] = []
+    phrases: list[tuple[int, int, str]] = []
     length = 0
 
-    def write(node: Node) -> None:
+    def add(node: Node) -> None:
         nonlocal length
         if node.word:
             word = node.word
             if not text:
-                word = word.capitalize() if plan.wording.capital else word
+                word = word.capitalize() if capital else word
             elif word not in ",.:":
                 text.append(" ")
                 length += 1
@@ -279,11 +289,14 @@ def realise(plan: Plan) -> Caption:
         # The separating space is written by the first word below, so the phrase starts one character later.
         start = length + 1 if text else 0
         brackets.append(f"({node.label}")
+        place = len(phrases)
+        phrases.append((0, 0, ""))  # keeps the place of a higher phrase before those inside
         for child in node.children:
-            write(child)
+            add(child)
         brackets.append(")")
+        phrases[place] = (start, length, node.label)
         if node.mention >= 0:
             spans.append((start, length, node.label, node.mention))
 
-    write(core)
-    return Caption("".join(text), " ".join(brackets).replace(" )", ")"), tuple(spans))
+    add(core)
+    return Caption("".join(text), " ".join(brackets).replace(" )", ")"), tuple(spans), tuple(phrases))
