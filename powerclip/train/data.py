@@ -200,7 +200,7 @@ def annotation_inputs(recipe: Recipe, shards: Sequence[Path]) -> Iterator[Input]
     data = recipe.data
     if recipe.reads_trees:
         yield _annotation("trees", lambda: _tree_source(recipe, shards))
-    if recipe.reads_masks:
+    if recipe.reads_masks and shards:
         yield _annotation("regions", lambda: _mask_source(shards, data))
 
 
