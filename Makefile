@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format clean
+.PHONY: help quickstart test lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,5 +32,8 @@ format: $(READY) ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## remove the virtual environment and caches (runs/ stays)
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+docs: $(READY) ## build the documentation into site/, and fail on broken links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+clean: ## remove the virtual environment, site/ and caches (runs/ stays)
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache

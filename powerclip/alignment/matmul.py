@@ -83,3 +83,19 @@ def similarities(regions: Tensor, nodes: Tensor) -> Tensor:
     else:
         q = nodes.float() @ rows.float().T
     return q.view(len(nodes), count, images)
+
+
+def input_gradients(
+    of_q: Tensor, node_halves: tuple[Tensor, Tensor], region_halves: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradients in float32 of regions [M·B, D] and nodes [T, D], both as their halves, for that of q.
+
+    It is float16 [T, 2·M·B]: a row is the gradient of a node's similarities rounded, and then what rounding lost.
+    """
+    half = of_q.shape[1] // 2
+    (node_high, node_low), (high, low) = node_halves, region_halves
+    of_nodes = product(of_q, torch.cat([high, high]))
+    of_nodes += product(of_q[:, :half], low)
+    of_regions = product(of_q.T, node_high).unflatten(0, (2, half)).sum(0)
+    of_regions += product(of_q[:, :half].T, node_low)
+    return of_regions, of_nodes

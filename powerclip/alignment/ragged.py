@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,6 +33,11 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each group begins, and the end of the last one [S+1]."""
+        return F.pad(self.lengths.cumsum(0), (1, 0))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The members of each group as rows [S, K], and which entries are real; the others say member 0."""

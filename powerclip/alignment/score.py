@@ -7,7 +7,7 @@
 | reference | the formulas               | the formulas                          | the formulas               |
 | torch     | CPU: `nla_all_cpu`,        | CPU: `exact_all_cpu`, GPU: formulas   | the formulas               |
 |           | GPU: the formulas compiled |                                       |                            |
-| triton    | `nla_all`                  | `exact_all`, gradient by the formulas | `nla_pairs`, `exact_pairs` |
+| triton    | `nla_all`                  | `exact_all`, `exact_all_grad`         | `nla_pairs`, `exact_pairs` |
 
 Axes: C pairs of the batch · T nodes of all captions · B images · M regions · S captions · n selected pairs · D width
 """
@@ -58,14 +58,19 @@ def score_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
 
 def _score_all_triton(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     # Kernels are imported where they run, so that others need no Triton.
+    needs_gradient = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
     if config.aggregation == "exact":
         from powerclip.alignment.kernels.exact_all import exact_all
+        from powerclip.alignment.kernels.exact_all_grad import exact_all_with_gradient, supports
 
+        if not needs_gradient:
+            return exact_all(regions, nodes, segments, config)
+        if supports(segments):
+            return exact_all_with_gradient(regions, nodes, segments, config)
         impl = ScoreImpl(exact_all, by_autograd(_score_block), _block_size(regions, nodes, config))
         return recompute(regions, nodes, segments, config, impl)
     from powerclip.alignment.kernels.nla_all import nla_all, nla_forward_blocked
 
-    needs_gradient = torch.is_grad_enabled() and (regions.requires_grad or nodes.requires_grad)
     return (nla_all if needs_gradient else nla_forward_blocked)(regions, nodes, segments, config)
 
 
@@ -73,7 +78,7 @@ def score_pairs(
     regions: Tensor, nodes: Tensor, segments: Segments, image: Tensor, caption: Tensor, config: AlignmentConfig
 ) -> Tensor:
     """S̄ [n] of selected pairs: image `image[i]` with caption `caption[i]`; 0 where `image[i]` is −1 (no pair)."""
-    if choose_backend(config, regions.device) == "triton":
+    if choose_backend(config, regions.device) == "triton" and not config.divides_by_lengths:
         if config.aggregation == "exact":
             from powerclip.alignment.kernels.exact_pairs import exact_pairs as kernel
         else:
@@ -93,8 +98,10 @@ def differentiates_all(regions: Tensor, nodes: Tensor, config: AlignmentConfig, 
     """Whether all pairs' scores are to be differentiated, or cost less than the matched pairs and 2k negatives each."""
     if config.gradient == "autograd":
         return True
-    if config.aggregation == "exact" or choose_backend(config, regions.device) != "triton":
+    if choose_backend(config, regions.device) != "triton":
         return False
+    if config.aggregation == "exact":
+        return config.divides_by_lengths  # no kernel scores selected pairs by cosine
     from powerclip.alignment.kernels.nla_all import keeps_similarities
 
     images, count, _ = regions.shape

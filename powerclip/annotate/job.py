@@ -11,7 +11,10 @@ from typing import Any
 
 from powerclip.annotate.pipeline import ShardAnnotator
 from powerclip.annotate.region_annotator import RegionAnnotator
+from powerclip.annotate.sources import Sources
 from powerclip.annotate.tree_annotator import TreeAnnotator
+from powerclip.data.columns import Columns
+from powerclip.data.remote import RemoteCache
 from powerclip.data.sidecar import Kind
 from powerclip.errors import UserError, nearest
 
@@ -27,6 +30,8 @@ class Job:
     weights: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     batch: int = 8  # images that a segmenter sees at once
+    columns: Columns = field(default_factory=Columns)  # of tables
+    cache: RemoteCache | None = None  # of remote shards that are named by the paths of their copies
 
     def load(self, worker: int = 0, workers: int = 1) -> ShardAnnotator[Any, Any]:
         """The annotator for the worker of this number, which shares the machine with the others.
@@ -43,11 +48,13 @@ class Job:
         if self.kind == "trees":
             from powerclip.annotate.parsers import load_parser
 
-            return TreeAnnotator(load_parser(self.name, device, **self.options), self.sidecars)
+            return TreeAnnotator(
+                load_parser(self.name, device, **self.options), self.sidecars, Sources(self.columns, self.cache)
+            )
         from powerclip.annotate.segmenters import load_segmenter
 
         segmenter = load_segmenter(self.name, device, self.weights, **self.options)
-        return RegionAnnotator(segmenter, self.sidecars, self.batch, threads)
+        return RegionAnnotator(segmenter, self.sidecars, self.batch, threads, Sources(self.columns, self.cache))
 
     def check(self) -> None:
         """See, before anything is started, that there is such an annotator.

@@ -6,7 +6,6 @@ size and time. When the tar has changed, rows whose caption or image has not are
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
-from powerclip.annotate.shard_list import fingerprint, local_copy
+from powerclip.annotate.sources import OpenSource, Sources
 from powerclip.annotate.writer import RegionRows, TreeRows, write_sidecar
 from powerclip.data.sidecar import (
     Annotator,
@@ -27,8 +26,8 @@ from powerclip.data.sidecar import (
     read_info,
     sidecar_path,
 )
-from powerclip.data.tar_index import TarIndex, make_index
 from powerclip.errors import UserError
+from powerclip.runtime.locks import exclusive
 
 # Samples that were annotated since the last call, and samples of the shard.
 OnProgress = Callable[[int, int], None]
@@ -69,8 +68,8 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
     kind: Kind
     batch: int  # samples at a time
 
-    def __init__(self, annotator: Annotator, sidecars: Path | None):
-        self.annotator, self.sidecars = annotator, sidecars
+    def __init__(self, annotator: Annotator, sidecars: Path | None, sources: Sources | None = None):
+        self.annotator, self.sidecars, self.sources = annotator, sidecars, sources or Sources()
 
     @abstractmethod
     def read_old(self, path: Path) -> Old:
@@ -81,7 +80,7 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
         """No rows yet."""
 
     @abstractmethod
-    def add(self, rows: Rows, tar: int, index: TarIndex, numbers: Sequence[int], old: Old | None) -> int:
+    def add(self, rows: Rows, source: OpenSource, numbers: Sequence[int], old: Old | None) -> int:
         """Append the rows of some samples; gives how many were taken over from `old`."""
 
     @abstractmethod
@@ -89,22 +88,26 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
         """Captions or masks, phrases, and fallbacks by reason."""
 
     def annotate(self, shard: str, on_progress: OnProgress = lambda done, total: None) -> ShardResult:
-        """Bring the sidecar of a shard up to date. A tar that cannot be read is a result, not an exception."""
+        """Bring the sidecar of a shard up to date. A tar that cannot be read is a result, not an exception.
+
+        Another process that annotates the same shard is waited for: nothing is done twice.
+        """
         path = sidecar_path(shard, self.kind, self.sidecars)
         try:
-            tar_fingerprint = fingerprint(shard)
-        except OSError as error:
-            return ShardResult(shard, State.FAILED, reason=_because(error))
-        info, reason = self._existing(path, tar_fingerprint)
-        if info is not None and reason is None:
-            return _done(shard, info, path)
-        try:
-            with local_copy(shard) as tar:
-                return self._annotate(shard, tar, path, tar_fingerprint, info, reason, on_progress)
+            shard_fingerprint = self.sources.fingerprint(shard, self.kind)
+            info, reason = self._existing(path, shard_fingerprint)
+            if info is not None and reason is None:
+                return _done(shard, info, path)
+            with exclusive(path.with_name(f".{path.name}.lock")):
+                info, reason = self._existing(path, shard_fingerprint)
+                if info is not None and reason is None:
+                    return _done(shard, info, path)
+                with self.sources.open(shard) as source:
+                    return self._annotate(shard, source, path, shard_fingerprint, info, reason, on_progress)
         except OSError as error:
             return ShardResult(shard, State.FAILED, reason=_because(error))
 
-    def _existing(self, path: Path, tar_fingerprint: str) -> tuple[SidecarInfo | None, str | None]:
+    def _existing(self, path: Path, shard_fingerprint: str) -> tuple[SidecarInfo | None, str | None]:
         """The sidecar at `path`, if its rows can be taken over, and why it has to be written again, if so."""
         if not path.exists():
             return None, None
@@ -114,22 +117,22 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             return None, "sidecar torn or of another format"
         if info.annotator != self.annotator:
             return None, f"made by {info.annotator}"
-        return info, None if info.fingerprint == tar_fingerprint else "tar changed"
+        return info, None if info.fingerprint == shard_fingerprint else "tar changed"
 
     def _annotate(
         self,
         shard: str,
-        tar: Path,
+        source: OpenSource,
         path: Path,
-        tar_fingerprint: str,
+        shard_fingerprint: str,
         info: SidecarInfo | None,
         reason: str | None,
         on_progress: OnProgress,
     ) -> ShardResult:
-        index = make_index(tar)
-        if not len(index):
-            left_out = ", ".join(f"{count:,} samples with {why}" for why, count in index.info.left_out.items())
-            return ShardResult(shard, State.FAILED, reason=index.info.damage or left_out or "no samples")
+        count = len(source.samples.keys)
+        if not count:
+            left_out = ", ".join(f"{number:,} samples with {why}" for why, number in source.left_out.items())
+            return ShardResult(shard, State.FAILED, reason=source.damage or left_out or "no samples")
         old = None
         if info is not None:
             try:
@@ -137,34 +140,30 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             except SidecarError:
                 reason = "sidecar torn or of another format"
         rows, kept = self.new_rows(), 0
-        file = os.open(tar, os.O_RDONLY)
-        try:
-            for first in range(0, len(index), self.batch):
-                numbers = range(first, min(first + self.batch, len(index)))
-                kept += self.add(rows, file, index, numbers, old)
-                on_progress(len(numbers), len(index))
-        finally:
-            os.close(file)
+        for first in range(0, count, self.batch):
+            numbers = range(first, min(first + self.batch, count))
+            kept += self.add(rows, source, numbers, old)
+            on_progress(len(numbers), count)
         items, phrases, fallbacks = self.summarise(rows)
         new_info = SidecarInfo(
             kind=self.kind,
             annotator=self.annotator,
             shard=PurePosixPath(shard).name,
-            fingerprint=tar_fingerprint,
-            samples=len(index),
+            fingerprint=shard_fingerprint,
+            samples=count,
             items=items,
             phrases=phrases,
             fallbacks=dict(sorted(fallbacks.items())),
-            left_out=dict(sorted(index.info.left_out.items())),
-            damage=index.info.damage,
+            left_out=dict(sorted(source.left_out.items())),
+            damage=source.damage,
         )
         try:
             size = write_sidecar(path, new_info, rows)
         except OSError as error:
             raise UserError(f"sidecar {path} cannot be written: {_because(error)}; --sidecars names a folder") from None
-        unchanged = kept == len(index) == (len(old) if old is not None else -1)
+        unchanged = kept == count == (len(old) if old is not None else -1)
         state = State.NEW if reason is None else State.DONE if unchanged else State.REDONE
-        return ShardResult(shard, state, len(index), kept, items, new_info.fallbacks, reason, new_info.damage, size)
+        return ShardResult(shard, state, count, kept, items, new_info.fallbacks, reason, new_info.damage, size)
 
 
 def _done(shard: str, info: SidecarInfo, path: Path) -> ShardResult:

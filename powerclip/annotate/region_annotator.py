@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,12 @@ import numpy.typing as npt
 
 from powerclip.annotate.pipeline import ShardAnnotator
 from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
+from powerclip.annotate.sources import OpenSource, Sources
 from powerclip.annotate.writer import RegionRows
 from powerclip.data.captions import content_hash
 from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import pack_mask
 from powerclip.data.sidecar import Annotator, Miss, RegionSidecar, read_regions
-from powerclip.data.tar_index import TarIndex
 
 # Why an image has no masks.
 NOT_READABLE = "image not readable"
@@ -31,8 +30,15 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
 
     kind = "regions"
 
-    def __init__(self, segmenter: Segmenter, sidecars: Path | None = None, batch: int = 8, threads: int = 1):
-        super().__init__(Annotator(segmenter.name, segmenter.version, segmenter.options), sidecars)
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        sidecars: Path | None = None,
+        batch: int = 8,
+        threads: int = 1,
+        sources: Sources | None = None,
+    ):
+        super().__init__(Annotator(segmenter.name, segmenter.version, segmenter.options), sidecars, sources)
         self.batch = batch
         self._segmenter, self._pool = segmenter, ThreadPoolExecutor(threads)
 
@@ -44,12 +50,10 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
         """No rows yet."""
         return RegionRows()
 
-    def add(
-        self, rows: RegionRows, tar: int, index: TarIndex, numbers: Sequence[int], old: RegionSidecar | None
-    ) -> int:
+    def add(self, rows: RegionRows, source: OpenSource, numbers: Sequence[int], old: RegionSidecar | None) -> int:
         """Segment some images, but for those whose masks are known."""
-        files = [os.pread(tar, extent.size, extent.offset) for extent in map(index.image, numbers)]
-        keys = [index.keys[number] for number in numbers]
+        files = [source.image(number) for number in numbers]
+        keys = [source.samples.keys[number] for number in numbers]
         results: dict[int, tuple[list[bytes], str | None]] = {}
         for at, (key, data) in enumerate(zip(keys, files, strict=True)):
             packed = Miss.NO_ROW if old is None else old.packed(key, data)

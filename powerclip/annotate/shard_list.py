@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from powerclip.data.columns import Columns
+from powerclip.data.remote import describe, expand_urls, fetch, is_url
 from powerclip.data.shards import expand_shards, iter_names
+from powerclip.data.table import is_table
+from powerclip.data.table_parts import open_tables
 from powerclip.errors import UserError
 
 
-def list_shards(arguments: Iterable[str]) -> list[str]:
-    """The tars that a command's arguments name, in order, each once.
+def list_shards(arguments: Iterable[str], columns: Columns | None = None) -> list[str]:
+    """The tars that a command's arguments name, and the parts of tables, in order, each once.
 
     Understood: a path, a folder (all its tars), a pattern (`train-*.tar`), braces (`{00000..01242}.tar`), `@list.txt`,
     a file with one of these a line, and URLs with patterns and braces (`s3://bucket/{00000..00009}.tar`). What is
-    spelled out need not be there: a missing tar is counted when its turn comes.
+    spelled out need not be there: a missing tar is counted when its turn comes. Tables are files (`captions.csv`) or
+    folders of images with their texts; `columns` says which of their columns are read.
 
     Raises:
         UserError: a list cannot be read, or nothing matches.
@@ -27,15 +30,10 @@ def list_shards(arguments: Iterable[str]) -> list[str]:
     shards: dict[str, None] = {}
     for argument in arguments:
         for line in iter_names(argument, "SHARDS"):
-            shards.update(dict.fromkeys(_expand(line)))
+            shards.update(dict.fromkeys(_expand(line, columns)))
     if not shards:
         raise UserError("no shard is named: give tars, a folder of them, or @list.txt")
     return list(shards)
-
-
-def is_url(shard: str) -> bool:
-    """Whether a shard lies behind a protocol (`s3://…`) instead of in the file system."""
-    return "://" in shard
 
 
 def fingerprint(shard: str) -> str:
@@ -47,11 +45,7 @@ def fingerprint(shard: str) -> str:
     if not is_url(shard):
         status = os.stat(shard)
         return f"{status.st_size}:{status.st_mtime_ns}"
-    system, path = _file_system(shard)
-    with _store_errors(shard):
-        info = system.info(path)
-    changed = next((info[name] for name in ("ETag", "etag", "LastModified", "mtime", "created") if info.get(name)), "")
-    return f"{info.get('size')}:{changed}"
+    return describe(shard).fingerprint
 
 
 @contextmanager
@@ -64,12 +58,10 @@ def local_copy(shard: str) -> Iterator[Path]:
     if not is_url(shard):
         yield Path(shard)
         return
-    system, path = _file_system(shard)
-    with tempfile.NamedTemporaryFile(prefix="powerclip-", suffix=".tar") as copy:
-        with _store_errors(shard), system.open(path, "rb") as source:
-            shutil.copyfileobj(source, copy, 2**20)
-        copy.flush()
-        yield Path(copy.name)
+    with tempfile.TemporaryDirectory(prefix="powerclip-") as folder:
+        copy = Path(folder) / "shard.tar"
+        fetch(describe(shard), copy)
+        yield copy
 
 
 def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
@@ -93,47 +85,12 @@ def check_names(shards: Iterable[str], sidecars: Path | None) -> None:
         shard_of[name] = shard
 
 
-def _expand(line: str) -> list[str]:
+def _expand(line: str, columns: Columns | None) -> list[str]:
     if not is_url(line):
+        local = Path(line)
+        if local.exists() and is_table(local) and not (local.is_dir() and any(local.glob("*.tar"))):
+            return [str(part) for part in open_tables([local], columns).paths]
         if os.path.isdir(line):
             line = os.path.join(line, "*.tar")
         return [str(path) for path in expand_shards(line, "SHARDS")]
-    from braceexpand import braceexpand
-
-    try:
-        spelled = list(braceexpand(line))
-    except ValueError:
-        raise UserError(f"{line}: a brace is not closed (write {{00000..00099}}.tar)") from None
-    shards = []
-    for url in spelled:
-        if not any(sign in url for sign in "*?["):
-            shards.append(url)
-            continue
-        system, path = _file_system(url)
-        matches = [system.unstrip_protocol(match) for match in sorted(system.glob(path))]
-        if not matches:
-            raise UserError(f"nothing matches {url}")
-        shards += matches
-    return shards
-
-
-@contextmanager
-def _store_errors(url: str) -> Iterator[None]:
-    """Whatever a store's library raises, as an OSError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise UserError(f"{url} needs fsspec: pip install fsspec") from None
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{url} cannot be opened: {error}") from None
+    return expand_urls(line, "SHARDS")

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from powerclip.annotate.shard_list import fingerprint, is_url
+from powerclip.annotate.sources import Sources
+from powerclip.data.columns import Columns
+from powerclip.data.remote import is_url
 from powerclip.data.sidecar import Kind, SidecarError, SidecarInfo, read_info, sidecar_path
+from powerclip.data.table_parts import is_part
 from powerclip.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("trees", "regions")
@@ -76,13 +79,14 @@ class Coverage:
         yield f"  {_size(self.bytes)}, {_ratio(self.bytes, self.samples)} bytes a sample{each}"
 
 
-def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Coverage]:
-    """The coverage of shards, whose sidecars lie beside them or in a folder.
+def cover_shards(shards: Sequence[str], sidecars: Path | None = None, columns: Columns | None = None) -> list[Coverage]:
+    """The coverage of shards, whose sidecars lie beside them or in a folder; `columns` are those of tables.
 
     Raises:
         UserError: there is nothing of any of them.
     """
     coverages = []
+    sources = Sources(columns or Columns())
     for kind in KINDS:
         coverage = Coverage(kind, len(shards))
         for shard in shards:
@@ -95,7 +99,7 @@ def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Co
                 coverage.stale["sidecar torn or of another format"] += 1
                 continue
             try:
-                changed = fingerprint(shard) != info.fingerprint
+                changed = sources.fingerprint(shard, kind) != info.fingerprint
             except OSError:
                 changed = False  # a missing tar does not make its annotations stale
             if changed:
@@ -104,7 +108,7 @@ def cover_shards(shards: Sequence[str], sidecars: Path | None = None) -> list[Co
                 coverage.add(info, path.stat().st_size)
         coverages.append(coverage)
     annotated = any(coverage.annotated or coverage.stale for coverage in coverages)
-    if not annotated and not any(is_url(shard) or Path(shard).exists() for shard in shards):
+    if not annotated and not any(is_url(shard) or is_part(shard) or Path(shard).exists() for shard in shards):
         raise UserError(f"there is neither {shards[0]} nor a sidecar of it{' or of the others' * (len(shards) > 1)}")
     return coverages
 

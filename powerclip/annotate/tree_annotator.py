@@ -8,10 +8,10 @@ from pathlib import Path
 
 from powerclip.annotate.parsers import Parsed, Parser
 from powerclip.annotate.pipeline import ShardAnnotator
+from powerclip.annotate.sources import OpenSource, Sources
 from powerclip.annotate.writer import TreeRows
 from powerclip.data.captions import content_hash
 from powerclip.data.sidecar import Annotator, Miss, TreeSidecar, read_trees
-from powerclip.data.tar_index import TarIndex, sample_captions
 
 
 class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
@@ -20,8 +20,8 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
     kind = "trees"
     batch = 512
 
-    def __init__(self, parser: Parser, sidecars: Path | None = None):
-        super().__init__(Annotator(parser.name, parser.version), sidecars)
+    def __init__(self, parser: Parser, sidecars: Path | None = None, sources: Sources | None = None):
+        super().__init__(Annotator(parser.name, parser.version), sidecars, sources)
         self._parser = parser
 
     def read_old(self, path: Path) -> TreeSidecar:
@@ -32,16 +32,16 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         """No rows yet."""
         return TreeRows()
 
-    def add(self, rows: TreeRows, tar: int, index: TarIndex, numbers: Sequence[int], old: TreeSidecar | None) -> int:
+    def add(self, rows: TreeRows, source: OpenSource, numbers: Sequence[int], old: TreeSidecar | None) -> int:
         """Parse the captions of some samples, but for those whose trees are known."""
-        captions = [[text for _, text in sample_captions(tar, index, number)] for number in numbers]
+        captions, keys = [source.captions(number) for number in numbers], source.samples.keys
         known: dict[tuple[int, str], Parsed] = {}
         if old is not None:
             for number, texts in zip(numbers, captions, strict=True):
                 for caption in texts:
-                    spans = old.spans(index.keys[number], caption)
+                    spans = old.spans(keys[number], caption)
                     if not isinstance(spans, Miss):
-                        reason = old.fallback(index.keys[number], caption)
+                        reason = old.fallback(keys[number], caption)
                         known[number, caption] = Parsed(spans, reason)  # type: ignore[arg-type]
         missing = [
             (number, caption)
@@ -52,7 +52,7 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         parsed = self._parser.parse([caption for _, caption in missing])
         trees = known | dict(zip(missing, parsed, strict=True))
         for number, texts in zip(numbers, captions, strict=True):
-            rows.key.append(index.keys[number])
+            rows.key.append(keys[number])
             rows.caption.append([content_hash(caption) for caption in texts])
             rows.spans.append([trees[number, caption].spans for caption in texts])
             rows.fallback.append([trees[number, caption].fallback for caption in texts])

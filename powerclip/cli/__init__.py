@@ -1,4 +1,4 @@
-"""The command line, by subject: data (annotate, index), training, evaluation, the live page, analyses, models, export.
+"""The command line, by subject: data (annotate, index, pack), training, evaluation, the live page, analyses, export.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """

@@ -1,4 +1,4 @@
-"""`powerclip annotate trees · regions · status` and `powerclip index`."""
+"""`powerclip annotate trees · regions · status`, `powerclip index` and `powerclip pack`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerclip.cli.process import interruptible
+from powerclip.cli.process import interruptible, table_columns
 
 if TYPE_CHECKING:
     from powerclip.annotate.job import Job
@@ -24,7 +24,7 @@ app.add_typer(annotate_app, name="annotate")
 
 ShardsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="SHARDS…", help="Tars, a folder of them, '{00000..00099}.tar', @list.txt, or URLs."),
+    typer.Argument(metavar="SHARDS…", help="Tars, a folder of them, '{00000..00099}.tar', @list.txt, URLs; or tables."),
 ]
 SidecarsOption = Annotated[
     Path | None, typer.Option("--sidecars", help="A folder for the sidecars. [default: beside the shards]")
@@ -40,6 +40,14 @@ AnnotateDeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, 
 AnnotateQuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
 
+ImageColumnOption = Annotated[
+    str, typer.Option("--image-column", help="Of a table: the column that holds images. [default: by its head]")
+]
+CaptionColumnOption = Annotated[
+    list[str] | None, typer.Option("--caption-column", help="Of a table: one that holds captions; may be repeated.")
+]
+
+
 @annotate_app.callback()
 def annotating() -> None:
     """Give every sample of a corpus its parse trees and regions, in sidecars beside its shards."""
@@ -49,6 +57,7 @@ def annotating() -> None:
     "trees",
     epilog="\b\nExamples:\n"
     "  powerclip annotate trees cc12m/*.tar\n"
+    "  powerclip annotate trees captions.csv --image-column photo --caption-column title\n"
     "  powerclip annotate trees 'cc12m/{00000..01242}.tar' --sidecars sidecars/cc12m --workers 16\n"
     "  powerclip annotate trees @shards.txt --sidecars sidecars --parser stanza --engine ray --address auto",
 )
@@ -60,6 +69,8 @@ def annotate_trees(
     engine: EngineOption = "local",
     address: AddressOption = None,
     device: AnnotateDeviceOption = "auto",
+    image_column: ImageColumnOption = "",
+    caption_column: CaptionColumnOption = None,
     quiet: AnnotateQuietOption = False,
 ) -> None:
     """Parse every caption.
@@ -69,7 +80,8 @@ def annotate_trees(
     """
     from powerclip.annotate.job import Job
 
-    run_annotation(Job("trees", parser, sidecars, device), shards, workers, engine, address, quiet)
+    columns = table_columns(image_column, caption_column)
+    run_annotation(Job("trees", parser, sidecars, device, columns=columns), shards, workers, engine, address, quiet)
 
 
 @annotate_app.command(
@@ -98,6 +110,8 @@ def annotate_regions(
     engine: EngineOption = "local",
     address: AddressOption = None,
     device: AnnotateDeviceOption = "auto",
+    image_column: ImageColumnOption = "",
+    caption_column: CaptionColumnOption = None,
     quiet: AnnotateQuietOption = False,
 ) -> None:
     """Find the regions of every image.
@@ -108,7 +122,8 @@ def annotate_regions(
     from powerclip.annotate.job import Job, parse_settings
 
     options = parse_settings(settings or [])
-    job = Job("regions", segmenter, sidecars, device, weights=weights, options=options, batch=batch)
+    columns = table_columns(image_column, caption_column)
+    job = Job("regions", segmenter, sidecars, device, weights, options, batch, columns)
     run_annotation(job, shards, workers, engine, address, quiet)
 
 
@@ -120,7 +135,9 @@ def run_annotation(
         from powerclip.annotate.run_shards import annotate, exit_code
         from powerclip.annotate.shard_list import list_shards
 
-        summary = annotate(list_shards(shards), job, workers=workers, engine=engine, address=address, quiet=quiet)
+        summary = annotate(
+            list_shards(shards, job.columns), job, workers=workers, engine=engine, address=address, quiet=quiet
+        )
     code = exit_code(summary)
     if code == 130:
         print("powerclip: interrupted; the same command goes on with the shards that are left", file=sys.stderr)
@@ -139,15 +156,18 @@ def annotate_status(
         list[str], typer.Argument(metavar="DIR|SHARDS…", help="A folder of sidecars, or the shards they belong to.")
     ],
     sidecars: SidecarsOption = None,
+    image_column: ImageColumnOption = "",
+    caption_column: CaptionColumnOption = None,
 ) -> None:
     """Show how much is annotated and by which annotator, how many fallbacks there are, and the bytes per sample."""
     from powerclip.annotate.shard_list import list_shards
     from powerclip.annotate.status import cover_folder, cover_shards, status_lines
 
+    columns = table_columns(image_column, caption_column)
     if sidecars is None and len(sources) == 1 and Path(sources[0]).is_dir():
         coverage = cover_folder(Path(sources[0]))
     else:
-        coverage = cover_shards(list_shards(sources), sidecars)
+        coverage = cover_shards(list_shards(sources, columns), sidecars, columns)
     print("\n".join(status_lines(coverage)))
 
 
@@ -180,3 +200,38 @@ def index(
         print(shard_set.summary())
         for what, damaged in shard_set.damage.items():
             print(f"{what}: {', '.join(map(str, damaged[:5]))}{' …' * (len(damaged) > 5)}")
+
+
+@app.command(
+    epilog="\b\nExamples:\n  powerclip pack captions.csv -o shards\n"
+    "  powerclip pack photos/ -o shards --images 10000     # a folder of NAME.jpg and NAME.txt\n"
+    "  powerclip pack data.parquet -o shards --image-column file --caption-column title --caption-column alt"
+)
+def pack(
+    table: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="A .csv, .tsv, .jsonl or .parquet file, or a folder of images.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the shards.")],
+    image_column: ImageColumnOption = "",
+    caption_column: CaptionColumnOption = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="How many go into a shard.")] = 1000,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Write a table's images and captions into indexed webdataset shards.
+
+    Training reads tables as they are; shards are for file systems that dislike small files, for buckets and for other
+    tools. Rows without a readable image are left out and named in NNNNN.skipped.tsv. The same command goes on where it
+    stopped.
+    """
+    from powerclip.data.pack import pack_table
+    from powerclip.data.table import is_table
+    from powerclip.errors import UserError
+
+    if not table.exists() or not is_table(table):
+        raise UserError(f"TABLE: {table} is no table (.csv, .tsv, .jsonl, .parquet, or NAME.jpg and NAME.txt)")
+    with interruptible("shards that are finished are kept; the same command goes on with the rest"):
+        columns = table_columns(image_column, caption_column)
+        read, packed = pack_table(table, output, columns, images=images, quiet=quiet)
+    if not quiet:
+        print(f"{table}: {read.summary()}")
+        print(f"{output}: {packed.summary()}")

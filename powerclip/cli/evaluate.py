@@ -1,4 +1,4 @@
-"""`powerclip ground · evaluate · tables`."""
+"""`powerclip ground · evaluate · negatives · tables`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from powerclip.cli.process import interruptible
+from powerclip.cli.process import interruptible, table_columns
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -52,11 +52,13 @@ def ground(
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip evaluate photos/ captions.csv --model runs/quickstart/seed-0/powerclip/model\n"
+    "  powerclip evaluate captions.csv --image-column photo --caption-column title --model my/model\n"
     "  powerclip evaluate --model ViT-B-16 --pretrained laion2b_s34b_b88k --suite paper --data ~/benchmarks\n"
     "  powerclip evaluate --model my/model --suite retrieval --data ~/benchmarks --datasets flickr8k,flickr30k\n"
     "  powerclip evaluate --model my/model --pointing boxes.json\n"
     "  powerclip evaluate --model my/model --grounding flickr8k-val.jsonl.gz --images captions10k/val-000.tar\n"
     "  powerclip evaluate --model my/model --grid captions10k/val-000.tar     # grounding without boxes\n"
+    "  powerclip evaluate --model runs/quickstart/seed-0/powerclip/model --scenes 1000\n"
     "  powerclip evaluate --model my/model negatives.json --images captions10k/val-000.tar\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
@@ -70,7 +72,7 @@ def evaluate(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATH…", help="Your own data: class folders, .csv of captions, .json of hard negatives, tars."
+            metavar="PATH…", help="Your own data: class folders, tables of captions, .json of hard negatives, tars."
         ),
     ] = None,
     pretrained: Annotated[
@@ -92,6 +94,7 @@ def evaluate(
         list[Path] | None,
         typer.Option("--grid", help="Captioned images, as PATH: mosaics of four, no boxes needed; may be repeated."),
     ] = None,
+    scenes: Annotated[int, typer.Option("--scenes", min=0, help="Embedded test scenes: no data needed.")] = 0,
     suite: Annotated[
         str | None,
         typer.Option("--suite", help="paper, classification, retrieval, robustness, composition or probe."),
@@ -106,6 +109,12 @@ def evaluate(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not cache embeddings.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Measure finished datasets of the suite again.")] = False,
+    image_column: Annotated[
+        str, typer.Option("--image-column", help="Of a table: the column that holds images. [default: by its head]")
+    ] = "",
+    caption_column: Annotated[
+        list[str] | None, typer.Option("--caption-column", help="Of a table: one that holds captions; may be repeated.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Measure a model on your own data or on the paper's benchmarks.
@@ -124,6 +133,7 @@ def evaluate(
             grounding=grounding or [],
             images=images or [],
             grid=grid or [],
+            scenes=scenes,
             suite=suite,
             data=data,
             datasets=[name.strip() for part in datasets or [] for name in part.split(",") if name.strip()],
@@ -132,7 +142,39 @@ def evaluate(
             cache=not no_cache,
             again=again,
             quiet=quiet,
+            columns=table_columns(image_column, caption_column),
         )
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip negatives captions10k/val-000.tar -o negatives.json --corpus captions10k/train-000.tar\n"
+    "  powerclip evaluate negatives.json --images captions10k/val-000.tar --model my/model"
+)
+def negatives(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Captioned images: a tar, a folder of tars, or a .csv.", exists=True)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .json file to write.")] = Path("negatives.json"),
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--corpus", exists=True, help="More captions, as DATA, as evidence of what can be said; repeatable."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=2, help="Negatives of a kind.")] = 4000,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice among possible negatives.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Make hard negatives from your captions: one change away from a caption, false of its image, and readable.
+
+    Nouns, attributes and prepositions are replaced, noun phrases and attributes exchanged. They come in couples, so
+    that a model without the image is right in half of them. The file has SugarCrepe's format.
+    """
+    with interruptible("nothing was written"):
+        from powerclip.evaluate.hard_negatives.command import write_negatives
+
+        write_negatives(data, output, corpus or (), most=most, seed=seed, quiet=quiet)
 
 
 @app.command(

@@ -1,16 +1,20 @@
-"""What commands share about their process: its rank under torchrun, and its exit when it is interrupted."""
+"""What commands share: their rank under torchrun, their exit when they are interrupted, the columns of tables."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from powerclip.errors import UserError
 from powerclip.runtime.signals import EXIT_PREEMPTED, Preempted
+
+if TYPE_CHECKING:
+    from powerclip.data.columns import Columns
 
 
 def is_other_rank() -> bool:
@@ -45,3 +49,10 @@ def interruptible(advice: str | Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(130) from None
+
+
+def table_columns(image: str, captions: Sequence[str] | None) -> Columns:
+    """The columns of a table that options name; those that they do not are guessed."""
+    from powerclip.data.columns import Columns
+
+    return Columns(image, tuple(captions or ()), ("--image-column", "--caption-column"))

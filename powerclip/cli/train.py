@@ -1,4 +1,4 @@
-"""`powerclip train · compare · quickstart`."""
+"""`powerclip train · blend · compare · quickstart`."""
 
 from __future__ import annotations
 
@@ -174,6 +174,34 @@ def compare(
         with start_processes(processes, [study]) as pool:
             options = RunOptions(keep_models=keep_models, quiet=quiet, processes=pool)
             compare_study(study, folder, seed_numbers, options, test or ())
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    "  powerclip blend ViT-B-16/openai runs/mine -o models/between\n"
+    "  powerclip blend models/start runs/mine --share 0.3 -o models/mostly-start"
+)
+def blend(
+    first: Annotated[str, typer.Argument(metavar="A", help="The model that training started from.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The model that came of it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    share: Annotated[
+        float, typer.Option("--share", min=0, max=1, help="How far to go from A to B: 0 is A, 1 is B.")
+    ] = 0.5,
+) -> None:
+    """Average the weights of two models with the same towers (WiSE-FT).
+
+    Between a pretrained model and the same model fine-tuned there is often one that has most of what was learned and
+    has lost less of what was known. Both are models as every command takes them; the folder is an open_clip model.
+    """
+    check_one_process("blend")
+    with interruptible("nothing was written"):
+        from powerclip.encoders import load, save
+        from powerclip.encoders.blend import blend as average
+
+        (one, _, tokenizer), (other, _, _) = load(first), load(second)
+        save(average(one, other, share), output, tokenizer)
+    print(f"{output}: {1 - share:g} of {first} and {share:g} of {second}")
 
 
 def parse_seeds(text: str) -> list[int]:

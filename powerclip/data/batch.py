@@ -30,8 +30,8 @@ class BatchSpec:
     std: tuple[float, ...] = CLIP_STD
     length_multiple: int = 1  # token rows are padded to a multiple of it: few different shapes to compile for
     sort_by_length: bool = False  # order the pairs of a batch by their captions' lengths: short ones need less padding
-    workers: int = 0  # threads, of shards processes, that make batches ahead; 0 makes each when it is needed
-    # Where batches are wanted; those of scenes are made on the CPU.
+    workers: int = 0  # threads or processes that make batches ahead; 0 makes each when it is needed
+    # Where batches are wanted.
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 

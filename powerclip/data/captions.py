@@ -39,6 +39,15 @@ def captions_in(fields: object) -> list[tuple[int, str]]:
     return [(number, caption) for number, caption in enumerate(listed) if isinstance(caption, str) and caption.strip()]
 
 
+def is_text(caption: str) -> bool:
+    """Whether a tokenizer can read it: a JSON string may hold half of a character, and zero bytes are no text."""
+    try:
+        caption.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in caption
+
+
 def content_hash(content: str | bytes) -> int:
     """64 bits that tell one caption, or one image's file, from another."""
     # A lone surrogate can stand in a JSON string; it must have a hash as well.

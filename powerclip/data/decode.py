@@ -80,6 +80,34 @@ def decode_crop(data: bytes, size: tuple[int, int], smallest: float, key: int) -
     return Crop(_resize(pixels, size), shares, faults)
 
 
+def storable_image(data: bytes) -> tuple[bytes, str]:
+    """An image's file as it is put into a tar, with its suffix there: as it is, or as PNG in formats that tars lack.
+
+    Raises:
+        BadSample: the file is truncated, unreadable, or holds too many pixels.
+    """
+    from PIL import Image
+
+    kept = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise BadSample(Fault.TOO_LARGE, f"an image of {width:,} × {height:,} pixels")
+            image.draft(None, (width // 8, height // 8))  # the whole file is read, an eighth of it computed
+            image.load()
+            if image.format in kept:
+                return data, kept[image.format]
+            file = io.BytesIO()
+            to_rgb(image).save(file, "png")
+            return file.getvalue(), "png"
+    except BadSample:
+        raise
+    except Exception as error:  # a broken file makes readers raise almost anything
+        kind = Fault.TRUNCATED if "truncated" in str(error) else Fault.UNREADABLE
+        raise BadSample(kind, str(error) or type(error).__name__) from None
+
+
 def decode_rgb(data: bytes, longest: int = 1024) -> npt.NDArray[np.uint8] | None:
     """A whole image [H, W, 3] whose sides have at most `longest` pixels; None when the file is not readable."""
     from PIL import Image

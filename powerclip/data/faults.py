@@ -25,6 +25,7 @@ class Fault(StrEnum):
     NO_CAPTION = "bad/no_caption"
     BINARY_CAPTION = "bad/binary_caption"
     LOST = "bad/unreadable_shard"
+    MISSING = "bad/missing_image"
 
     CMYK = "converted/cmyk"
     DEEP = "converted/16_bit"

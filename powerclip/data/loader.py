@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -39,6 +40,14 @@ def killed_workers() -> Iterator[None]:
             # Torch would raise it again as further workers end, while this process exits.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise UserError(WORKER_KILLED) from None
+
+
+def begin_worker(_: int) -> None:
+    """Workers end with the process that they work for, not before: it may want to finish a step and save it."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+    # Pillow would warn of odd images in every worker; those that matter are counted as faults.
+    warnings.filterwarnings("ignore", module="PIL")
 
 
 class BatchLoader(ABC):

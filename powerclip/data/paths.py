@@ -37,3 +37,8 @@ def expand_pattern(text: str, setting: str) -> list[Path]:
     if not paths:
         raise UserError(f"{setting}: nothing matches {pattern}")
     return paths
+
+
+def user_cache(name: str) -> Path:
+    """A folder of the user's cache, for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powerclip" / name

@@ -12,10 +12,10 @@ Axes: C pairs
 
 from __future__ import annotations
 
-import signal
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader
 
 from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.faults import FaultWatch
-from powerclip.data.loader import WORKER_KILLED, BatchLoader
+from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker
 from powerclip.data.pixels import Normaliser
+from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.shard_batches import BatchMaker, RawBatch
 from powerclip.data.shard_order import StreamOrder
 from powerclip.data.shard_reader import ShardReader
@@ -43,6 +44,7 @@ class ShardOptions:
     """What a loader of shards reads beside images and captions, and which faults it tolerates."""
 
     sidecars: Path | None = None  # where the sidecars lie; None: beside the tars
+    tree_folder: Path | None = None  # where those of trees lie, when not with the others
     trees: bool = True  # read the trees of captions; without, every caption is one phrase
     segments: bool = False  # regions are stored masks, topped up with random boxes; without, random boxes
     window: int = 8  # how many shards are shuffled together
@@ -80,7 +82,14 @@ class ShardLoader(BatchLoader):
         self.shards, self.options = shards, options
         # A batch may hold samples of two windows.
         keep = 2 * options.window
-        reader = ShardReader(shards, options.sidecars, trees=options.trees, regions=options.segments, keep=keep)
+        reader = ShardReader(
+            shards,
+            options.sidecars,
+            tree_folder=options.tree_folder,
+            trees=options.trees,
+            regions=options.segments,
+            keep=keep,
+        )
         self.maker = BatchMaker(
             StreamOrder(shards.counts, spec.seed, options.window),
             SampleMaker(reader, tokenizer, spec),
@@ -113,7 +122,10 @@ class ShardLoader(BatchLoader):
     def stream(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches `start` … `stop`-1 in order. Nothing before `start` is read."""
         if self.spec.workers == 0:
-            yield from map(self.batch, range(start, stop))
+            with self._fetching(start, stop) as reached:
+                for step in range(start, stop):
+                    yield self.batch(step)
+                    reached(step + 1)
         else:
             yield from map(self._finish, self.raw_stream(start, stop))
 
@@ -126,19 +138,32 @@ class ShardLoader(BatchLoader):
             num_workers=self.spec.workers,
             prefetch_factor=_PREFETCHED if self.spec.workers else None,
             pin_memory=self.spec.device.type == "cuda",
-            worker_init_fn=_begin_worker,
+            worker_init_fn=begin_worker,
         )
         batches = iter(loader)
-        while True:
-            try:
-                raw = next(batches, None)
-            except (ConnectionError, EOFError):  # in the middle of a message
-                raise UserError(WORKER_KILLED) from None
-            if isinstance(raw, UserError):
-                raise raw
-            if raw is None:
-                return
-            yield raw
+        # The workers are there: a thread that fetches must not be, when they are forked.
+        with self._fetching(start, stop) as reached:
+            for step in count(start):
+                try:
+                    raw = next(batches, None)
+                except (ConnectionError, EOFError):  # in the middle of a message
+                    raise UserError(WORKER_KILLED) from None
+                if isinstance(raw, UserError):
+                    raise raw
+                if raw is None:
+                    return
+                yield raw
+                reached(step + 1)
+
+    @contextmanager
+    def _fetching(self, start: int, stop: int) -> Iterator[Callable[[int], None]]:
+        """Fetch remote shards ahead, as far as steps are reached; local ones need nothing."""
+        if not isinstance(self.shards, RemoteShards):
+            yield lambda step: None
+            return
+        size = self.spec.batch_size
+        with self.shards.ahead(self.maker.order, start * size, stop * size) as prefetch:
+            yield lambda step: prefetch.reached(step * size)
 
     def _finish(self, raw: RawBatch) -> Batch:
         """Check the faults, move the batch to the device and normalise its pixels there."""
@@ -177,11 +202,3 @@ class _ReturnsErrors:
             return self._maker[step]
         except UserError as error:
             return error
-
-
-def _begin_worker(_: int) -> None:
-    """Workers end with the process that they work for, not before: it may want to finish a step and save it."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
-    # Pillow would warn of odd images in every worker; those that matter are counted as faults.
-    warnings.filterwarnings("ignore", module="PIL")

@@ -9,7 +9,7 @@ which positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -78,6 +78,15 @@ class StreamOrder:
         epoch, at = divmod(position, self.samples)
         window = self._window_at(epoch, at)
         return window.sample_at(epoch, at - window.start)
+
+    def windows(self, position: int, stop: int) -> Iterator[tuple[int, list[int]]]:
+        """The windows from the one at `position` to the one before `stop`: where each begins, and its shards."""
+        while position < stop:
+            epoch, at = divmod(position, self.samples)
+            window = self._window_at(epoch, at)
+            start = epoch * self.samples + window.start
+            yield start, window.shards.tolist()
+            position = start + len(window)
 
     def substitute(self, position: int, attempt: int, batch: range) -> SampleId:
         """What replaces a sample that cannot be used: another of its window, none of the same batch of positions.

@@ -1,8 +1,7 @@
-"""Open shards: the bytes of a sample by its number, and the sidecars beside them. Only a few are open at a time."""
+"""Open shards: their samples by number, and the sidecars beside them. Only a few are open at a time."""
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from powerclip.data.faults import BadSample, Fault
+from powerclip.data.samples import Samples
 from powerclip.data.shards import ShardSet
 from powerclip.data.sidecar import (
     RegionSidecar,
@@ -20,8 +20,6 @@ from powerclip.data.sidecar import (
     read_trees,
     sidecar_path,
 )
-from powerclip.data.tar_index import Extent, TarIndex, load_index
-from powerclip.errors import UserError
 
 S = TypeVar("S")
 
@@ -36,35 +34,17 @@ class NoSidecar:
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A tar with its index and its sidecars. A sidecar is None where it is not wanted."""
+    """The samples of a shard, and its sidecars. A sidecar is None where it is not wanted."""
 
     path: Path
-    file: int  # descriptor
-    index: TarIndex
+    samples: Samples
     trees: TreeSidecar | NoSidecar | None
     regions: RegionSidecar | NoSidecar | None
-
-    def read(self, extent: Extent) -> bytes:
-        """Bytes of the tar.
-
-        Raises:
-            BadSample: they are not there any more.
-        """
-        try:
-            data = os.pread(self.file, extent.size, extent.offset)
-        except OSError as error:
-            raise BadSample(Fault.LOST, f"the tar cannot be read ({error.strerror})") from None
-        if len(data) < extent.size:
-            raise BadSample(Fault.LOST, "the tar has become shorter since it was indexed")
-        return data
+    fingerprint: str
 
     def is_as_annotated(self, sidecar: SidecarInfo) -> bool:
-        """Whether the tar has the size and time that it had when the sidecar was made."""
-        return sidecar.fingerprint == f"{self.index.info.size}:{self.index.info.mtime_ns}"
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.file)
+        """Whether the shard is as it was when the sidecar was made."""
+        return sidecar.fingerprint == self.fingerprint
 
 
 class ShardReader:
@@ -74,13 +54,21 @@ class ShardReader:
         shards: the tars.
         sidecars: where the sidecars lie, when not beside the tars.
         trees, regions: which sidecars are wanted.
+        tree_folder: where those of trees lie, when not with the others.
         keep: how many shards stay open.
     """
 
     def __init__(
-        self, shards: ShardSet, sidecars: Path | None = None, *, trees: bool, regions: bool, keep: int = 16
+        self,
+        shards: ShardSet,
+        sidecars: Path | None = None,
+        *,
+        trees: bool,
+        regions: bool,
+        tree_folder: Path | None = None,
+        keep: int = 16,
     ) -> None:
-        self._shards, self._sidecars = shards, sidecars
+        self._shards, self._sidecars, self._tree_folder = shards, sidecars, tree_folder or sidecars
         self._trees, self._regions, self._keep = trees, regions, keep
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
 
@@ -103,36 +91,29 @@ class ShardReader:
             return self._open[number]
         shard = self._open[number] = self._make(number)
         if len(self._open) > self._keep:
-            self._open.popitem(last=False)[1].close()
+            self._open.popitem(last=False)[1].samples.close()
         return shard
 
     def close(self) -> None:
         """Close all that is open."""
         while self._open:
-            self._open.popitem()[1].close()
+            self._open.popitem()[1].samples.close()
 
     def _make(self, number: int) -> OpenShard:
         path = self.path(number)
         try:
-            index = load_index(path, self._shards.folder)
-            file = os.open(path, os.O_RDONLY)
+            samples = self._shards.open(number)
         except OSError as error:
             raise BadSample(Fault.LOST, f"the tar cannot be opened ({error.strerror})") from None
-        if len(index) != self._shards.counts[number]:
-            os.close(file)
-            raise UserError(
-                f"shard {path} had {self._shards.counts[number]:,} samples when the run began and now has "
-                f"{len(index):,}; leave shards as they are while a run reads them"
-            )
-        trees, regions = sidecar_path(path, "trees", self._sidecars), sidecar_path(path, "regions", self._sidecars)
+        trees, regions = sidecar_path(path, "trees", self._tree_folder), sidecar_path(path, "regions", self._sidecars)
         return OpenShard(
             path=path,
-            file=file,
-            index=index,
+            samples=samples,
             trees=_sidecar(trees, read_trees, Fault.TREES_MISSING, Fault.TREES_UNUSABLE) if self._trees else None,
             regions=_sidecar(regions, read_regions, Fault.REGIONS_MISSING, Fault.REGIONS_UNUSABLE)
             if self._regions
             else None,
+            fingerprint=samples.fingerprint if self._regions else "",
         )
 
 

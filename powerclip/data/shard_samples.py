@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from powerclip.data.batch import BatchSpec
-from powerclip.data.captions import read_captions
 from powerclip.data.decode import Crop, decode_crop
 from powerclip.data.faults import FLAT_TREES, BadSample, Fault, FaultReport
 from powerclip.data.keyed_random import Draw, key_of, permutation, uniform
@@ -48,15 +47,15 @@ class SampleMaker:
             UserError: its shard was exchanged for another.
         """
         shard = self.reader.open(sample.shard)
-        key = shard.index.keys[sample.number]
+        key = shard.samples.keys[sample.number]
         where = self.name(sample)
 
         def key_for(purpose: Draw) -> int:
             return key_of(self.spec.augment_seed, sample.epoch, sample.shard, sample.number, attempt, purpose)
 
-        captions = _captions(shard, sample.number)
+        captions = shard.samples.captions(sample.number)
         caption = captions[int(uniform(key_for(Draw.CAPTION), 0) * len(captions))]
-        image = shard.read(shard.index.image(sample.number))
+        image = shard.samples.image(sample.number)
         crop = decode_crop(image, self.spec.image_size, self.spec.crop, key_for(Draw.CROP))
         for fault in crop.faults:
             report.add(fault, where)
@@ -65,7 +64,7 @@ class SampleMaker:
             name=where,
             crop=crop,
             tokens=self.tokenizer.encode(caption),
-            tree=_tree(shard, key, caption, where, report),
+            tree=find_tree(shard, key, caption, where, report),
             masks=_masks(shard, key, image, key_for(Draw.MASKS), where, report),
             box_key=key_for(Draw.BOXES),
         )
@@ -76,7 +75,7 @@ class SampleMaker:
             shard = self.reader.open(sample.shard)
         except BadSample:
             return f"shard {self.reader.path(sample.shard)}"
-        return f"{shard.path}, sample {shard.index.keys[sample.number]}"
+        return f"{shard.path}, sample {shard.samples.keys[sample.number]}"
 
 
 def _masks(shard: OpenShard, key: str, image: bytes, draw: int, where: str, report: FaultReport) -> list[bytes]:
@@ -94,41 +93,8 @@ def _masks(shard: OpenShard, key: str, image: bytes, draw: int, where: str, repo
     return [packed[number] for number in permutation(draw, len(packed)).tolist()]
 
 
-def _captions(shard: OpenShard, number: int) -> list[str]:
-    """The captions of a sample: those of its first file that has one.
-
-    Raises:
-        BadSample: there is none, or none that is text.
-    """
-    binary = False
-    for extent, suffix in shard.index.caption_files(number):
-        data = shard.read(extent)
-        captions = [caption for caption in read_captions(data, suffix) if _is_text(caption)] if _decodes(data) else []
-        if captions:
-            return captions
-        binary = binary or not _decodes(data)
-    if binary:
-        raise BadSample(Fault.BINARY_CAPTION, "its caption is not text")
-    raise BadSample(Fault.NO_CAPTION, "its caption is blank")
-
-
-def _decodes(data: bytes) -> bool:
-    try:
-        return "\0" not in data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-
-
-def _is_text(caption: str) -> bool:
-    """A JSON string may hold half of a character, which no tokenizer can read."""
-    try:
-        caption.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _tree(shard: OpenShard, key: str, caption: str, where: str, report: FaultReport) -> Tree:
+def find_tree(shard: OpenShard, key: str, caption: str, where: str, report: FaultReport) -> Tree:
+    """The tree of a caption; one phrase, counted, where there is none."""
     if shard.trees is None:
         return flat_tree(caption)
     if isinstance(shard.trees, NoSidecar):

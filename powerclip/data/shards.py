@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from powerclip.data.paths import expand_path
+from powerclip.data.samples import Samples, TarSamples
 from powerclip.data.tar_index import IndexInfo, find_info, load_index
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -84,6 +85,23 @@ class ShardSet:
         """How many samples an epoch has."""
         return sum(self.counts)
 
+    def open(self, number: int) -> Samples:
+        """The samples of the shard of that number.
+
+        Raises:
+            OSError: it cannot be opened.
+            UserError: it was exchanged for another since it was counted.
+        """
+        path = self.paths[number]
+        samples = TarSamples(path, load_index(path, self.folder))
+        if len(samples.keys) != self.counts[number]:
+            samples.close()
+            raise UserError(
+                f"shard {path} had {self.counts[number]:,} samples when the run began and now has "
+                f"{len(samples.keys):,}; leave shards as they are while a run reads them"
+            )
+        return samples
+
     def summary(self) -> str:
         """`1,243 shards, 10,968,539 samples (12 with no caption left out; 1 shard missing)`."""
         notes = [f"{count:,} with {reason} left out" for reason, count in self.left_out.items()]
@@ -115,6 +133,22 @@ def open_shards(
         UserError: too much is damaged, nothing can be used, or an index can be kept nowhere.
     """
     infos = _infos(paths, folder, ranks.rank * len(paths) // ranks.count, progress)
+    return count_shards(paths, infos, folder, strict=strict, max_bad=max_bad)
+
+
+def count_shards(
+    paths: Sequence[Path],
+    infos: Sequence[IndexInfo | None],
+    folder: Path | None = None,
+    *,
+    strict: bool = False,
+    max_bad: float = 1.0,
+) -> ShardSet:
+    """The shards of which this is known; None: one that is not there.
+
+    Raises:
+        UserError: too much is damaged, or nothing can be used.
+    """
     damage: dict[str, list[Path]] = {}
     left_out: Counter[str] = Counter()
     for path, info in zip(paths, infos, strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from powerclip.data.captions import CAPTION_SUFFIXES, IMAGE_SUFFIXES, number_captions, split_member
+from powerclip.data.paths import user_cache
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 
@@ -112,8 +113,8 @@ def index_path(tar: Path, folder: Path | None = None) -> Path:
 
 def candidate_paths(tar: Path, folder: Path | None = None) -> list[Path]:
     """Where an index may lie, the preferred one first: `folder`, beside the tar, in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powerclip" / "index"
-    return [*([index_path(tar, folder)] if folder else []), index_path(tar), cache / _flat_name(tar)]
+    cached = user_cache("index") / _flat_name(tar)
+    return [*([index_path(tar, folder)] if folder else []), index_path(tar), cached]
 
 
 def find_info(tar: Path, folder: Path | None = None) -> tuple[IndexInfo, Path] | None:

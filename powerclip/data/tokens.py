@@ -39,7 +39,7 @@ class TokenizedCaption:
 class CaptionTokenizer:
     """An open_clip tokenizer that also says which characters of the raw caption each token came from.
 
-    Example:
+    Examples:
         >>> CaptionTokenizer().encode("A dog.").spans
         [(0, 0), (0, 1), (2, 5), (5, 6), (6, 6)]
     """

@@ -424,7 +424,11 @@ def _has_another_vocabulary(folder: Path) -> bool:
         vocabulary = _read_json(folder / "tokenizer.json").get("model", {}).get("vocab", {})
     else:
         return False
-    return vocabulary != SimpleTokenizer().encoder
+    own = SimpleTokenizer()
+    # The two libraries have other names for the start and the end of a text.
+    special = {own.sot_token_id: "<|startoftext|>", own.eot_token_id: "<|endoftext|>"}
+    named = {special.get(number, token): number for token, number in own.encoder.items()}
+    return vocabulary not in (named, own.encoder)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

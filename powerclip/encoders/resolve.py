@@ -73,7 +73,7 @@ def build(name: str | None = None, config: dict[str, Any] | None = None, pretrai
     Raises:
         UserError: an unknown name or tag, a config without ViT towers, weights that are not there or do not fit.
 
-    Example:
+    Examples:
         >>> towers = {"embed_dim": 32, "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16,
         ...           "layers": 2}, "text_cfg": {"context_length": 16, "width": 32, "heads": 2, "layers": 2}}
         >>> build(config=towers).grid

@@ -210,7 +210,7 @@ def ground(
     Raises:
         UserError: no such image or model, a caption without a word, settings that do not go together.
 
-    Example:
+    Examples:
         >>> import torch, powerclip
         >>> from PIL import Image
         >>> model = powerclip.load("ViT-B-32")

@@ -343,7 +343,7 @@ def swap_hits_of_bias(differences: Tensor) -> Tensor:
 
 
 def balancing_weights(features: Tensor, ridge: float = 1e-4, steps: int = 50) -> Tensor:
-    """Weights of rows [rows, F] that sum to one, are as equal as can be, and make each feature's mean about zero: [rows].
+    """Weights [rows] that sum to one, are as equal as can be, and make the mean of each feature [rows, F] about zero.
 
     They are of the largest entropy: softmax(features · θ), θ the minimum of log Σ exp(features · θ) + ridge |θ|², which
     Newton's method finds. The ridge keeps them finite where no weights could balance a feature.

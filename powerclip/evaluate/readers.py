@@ -1,9 +1,10 @@
-"""A user's own data as a benchmark: class folders, a CSV of captions, a JSON of hard negatives, webdataset tars.
+"""A user's own data as a benchmark: class folders, tables of captions, a JSON of hard negatives, webdataset tars.
 
 The kind of data is recognised from the files:
 
     folder/CLASS/*.jpg                classification; `classnames.txt` and `templates.txt` may lie beside the classes
-    data.csv                          retrieval: an image in the first column, its captions in the others
+    data.csv, .tsv, .jsonl, .parquet  retrieval: a table of images and captions, as training reads it
+    folder/NAME.jpg, folder/NAME.txt  retrieval: images, each with a file of captions
     negatives.json                    SugarCrepe's format; images beside it or in `images/`
     folder/*.tar, folder/test/*.tar   webdataset: `.cls` makes it classification, `.npy` multi-label, captions retrieval
     folder/examples.jsonl             Winoground's layout
@@ -11,17 +12,18 @@ The kind of data is recognised from the files:
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from powerclip.data.captions import IMAGE_SUFFIXES, captions_in, split_member
+from powerclip.data.columns import Columns
+from powerclip.data.table import is_table, read_table
 from powerclip.data.tar_index import TarDamage, iter_members
 from powerclip.data.trees import shorten
 from powerclip.errors import UserError
@@ -33,21 +35,23 @@ from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classificat
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
 
 
-def read_path(path: Path, split: str = "test") -> Task:
+def read_path(path: Path, split: str = "test", columns: Columns | None = None) -> Task:
     """The benchmark at `path`; `split` is the folder of tars that is read where there are several.
+
+    `columns` are those of a table that hold images and captions, where the user names them.
 
     Raises:
         UserError: the path does not exist, or holds nothing of a known kind.
     """
     if path.is_file():
         suffix = path.suffix.lower()
-        if suffix in (".csv", ".tsv"):
-            return read_csv(path)
+        if is_table(path):
+            return read_captions(path, columns)
         if suffix == ".json":
             return read_negatives(path)
         if suffix == ".tar":
             return read_tars([path], path.parent)
-        raise UserError(f"{path}: not a benchmark that can be read (a folder, .csv, .json or .tar)")
+        raise UserError(f"{path}: not a benchmark that can be read (a folder, a table, .json or .tar)")
     if not path.is_dir():
         raise UserError(f"there is no file or folder {path}")
     if (path / "examples.jsonl").is_file():
@@ -57,7 +61,7 @@ def read_path(path: Path, split: str = "test") -> Task:
     tars = _tars(path / split) or _tars(path)
     if tars:
         return read_tars(tars, path)
-    return read_class_folders(path)
+    return read_captions(path) if is_table(path) else read_class_folders(path)
 
 
 def read_class_folders(folder: Path) -> Classification:
@@ -70,8 +74,8 @@ def read_class_folders(folder: Path) -> Classification:
     labelled = [(label, image) for label, sub in enumerate(folders) for image in _images_below(sub)]
     if not labelled:
         raise UserError(
-            f"{folder} holds no benchmark that is known: images in class folders, tars, SugarCrepe's or Winoground's"
-            " files"
+            f"{folder} holds no benchmark that is known: images in class folders or with .txt files, tars,"
+            " SugarCrepe's or Winoground's files"
         )
     images, labels = FileImages([image for _, image in labelled]), torch.tensor([label for label, _ in labelled])
     names, numbers = _lines(folder / "classnames.txt"), [imagenet.wordnet_number(sub.name) for sub in folders]
@@ -87,33 +91,16 @@ def read_class_folders(folder: Path) -> Classification:
     return Classification(images, labels, names, _templates(folder))
 
 
-def read_csv(path: Path) -> CaptionRetrieval:
-    """Retrieval from a table: the first column names an image, the others hold captions; images may recur.
-
-    A tab separates columns in a .tsv file, a comma in others. The first line holds the columns' names.
+def read_captions(path: Path, columns: Columns | None = None) -> CaptionRetrieval:
+    """Retrieval from a table, or from a folder of images with their texts: what training reads of the same table.
 
     Raises:
-        UserError: it has no captions, or one of its images is missing.
+        UserError: it cannot be read, columns are in doubt, or no row can be used.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as a table: {error}") from None
-    captions: dict[Path, list[str]] = {}
-    for number, row in enumerate(rows[1:], 2):
-        if not row:
-            continue
-        texts = [cell.strip() for cell in row[1:] if cell.strip()]
-        if not texts:
-            raise UserError(f"{path}, line {number}: an image and at least one caption are expected")
-        captions.setdefault(path.parent / row[0].strip(), []).extend(texts)
-    if not captions:
-        raise UserError(f"{path}: no rows below the line of column names")
-    missing = [image for image in captions if not image.is_file()]
-    if missing:
-        raise UserError(f"{path} names {len(missing):,} images that are not there, the first is {missing[0]}")
-    return _retrieval(FileImages(list(captions)), list(captions.values()))
+    table = read_table(path, columns)
+    captions = [table.texts(number) for number in range(len(table))]
+    images = FileImages([table.file(number) for number in range(len(table))])
+    return replace(_retrieval(images, captions), note="; ".join([table.note, *table.complaints()]))
 
 
 def read_negatives(path: Path, images: Sequence[Path] = ()) -> HardNegatives:

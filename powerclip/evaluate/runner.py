@@ -21,14 +21,16 @@ from typing import Any
 
 from rich.console import Console
 
+from powerclip.data.columns import Columns
 from powerclip.errors import UserError
 from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.grid import read_grid
 from powerclip.evaluate.readers import read_negatives, read_path
+from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
-from powerclip.evaluate.tasks import Grounding, Scored, Task
+from powerclip.evaluate.tasks import CaptionRetrieval, Grounding, Scored, Task
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress, print_line
@@ -63,6 +65,7 @@ def evaluate_model(
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
     grid: Sequence[Path] = (),
+    scenes: int = 0,
     suite: str | None = None,
     data: Path | None = None,
     datasets: Sequence[str] = (),
@@ -71,6 +74,7 @@ def evaluate_model(
     cache: bool = True,
     again: bool = False,
     quiet: bool = False,
+    columns: Columns | None = None,
 ) -> Evaluated:
     """Load the model and evaluate it on what is named: paths, boxes, phrases, mosaics, a suite.
 
@@ -82,7 +86,9 @@ def evaluate_model(
     with join_ranks(device) as ranks:
         # Cheap checks come first, before the model is loaded.
         of_suite = ranks.raise_on_all(lambda: _suite_jobs(suite, data, datasets))
-        own = ranks.raise_on_all(lambda: _own_jobs(paths, pointing, grounding, images, grid, suite))
+        own = ranks.raise_on_all(
+            lambda: _own_jobs(paths, pointing, grounding, images, grid, suite, columns, any_other=scenes > 0)
+        )
         name = "-".join(filter(None, [_name(model), pretrained]))
         target = output or Path("results") / _file_name(name, "-")
 
@@ -92,6 +98,7 @@ def evaluate_model(
         encoder, _, tokenizer = ranks.raise_on_all(
             lambda: load(model, pretrained=pretrained, device=choose_device(device, ranks, setting="--device"))
         )
+        own += _scene_jobs(scenes, encoder.image_size[0]) if scenes else []
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
         done = evaluate(
@@ -110,14 +117,16 @@ def jobs_for_paths(
     grounding: Sequence[Path] = (),
     images: Sequence[Path] = (),
     grid: Sequence[Path] = (),
+    columns: Columns | None = None,
 ) -> list[Job]:
     """One job for each path of the user's own data, named after it.
 
     `pointing` are files of boxes, `grounding` those of captions' phrases, `grid` captioned images for mosaics. The
-    images of phrases and of hard negatives are in `images`.
+    images of phrases and of hard negatives are in `images`; `columns` are those of tables.
     """
     jobs: list[Job] = []
-    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, partial(_read_path, images=images)) for path in paths]
+    read_own = partial(_read_path, images=images, columns=columns)
+    readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_own) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
     readers += [(path, read_grid) for path in grid]
@@ -130,9 +139,17 @@ def jobs_for_paths(
     return jobs
 
 
-def _read_path(path: Path, images: Sequence[Path]) -> Task:
+def _scene_jobs(count: int, size: int) -> list[Job]:
+    """The embedded scenes, drawn at the size that the model reads: their four tasks, and grounding with sets."""
+    tasks = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
+    return [Job(f"scenes {name}", f"scenes_{name}", lambda task=task: task, "scenes") for name, task in tasks.items()]
+
+
+def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:
     """The benchmark at a path; hard negatives find their images in `images`, where these are named."""
-    return read_negatives(path, images) if images and path.suffix.lower() == ".json" else read_path(path)
+    if images and path.suffix.lower() == ".json":
+        return read_negatives(path, images)
+    return read_path(path, columns=columns)
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -243,6 +260,7 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     notes += [f"{small:,} of {counts['phrases']:,} boxes lie between the centres of patches"] if small else []
     if is_grounding and (without := counts["phrases"] - counts["phrases with sets"]):
         notes.append(f"no sets for {without:,} phrases of images with one box or more than {Grounding.most_regions}")
+    notes += [records[0]["powerclip"]["note"]] if "note" in records[0]["powerclip"] else []
     return " · ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -300,9 +318,11 @@ def _own_jobs(
     images: Sequence[Path],
     grid: Sequence[Path],
     suite: str | None,
+    columns: Columns | None,
+    any_other: bool,
 ) -> list[Job]:
-    """The jobs of the user's own data; there may be none beside a suite."""
-    if suite is None and not paths and not pointing and not grounding and not grid:
+    """The jobs of the user's own data; there may be none beside a suite, or beside any other."""
+    if suite is None and not any_other and not paths and not pointing and not grounding and not grid:
         raise UserError("say what to evaluate on: paths of your own data, or --suite NAME --data FOLDER")
     if grounding and not images:
         raise UserError("--grounding needs --images: phrases with boxes, and tars or a folder of their images")
@@ -319,7 +339,7 @@ def _own_jobs(
         for path in files:
             if not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-    return jobs_for_paths(paths, pointing, grounding, images, grid)
+    return jobs_for_paths(paths, pointing, grounding, images, grid, columns)
 
 
 def _suite_jobs(suite: str | None, data: Path | None, datasets: Sequence[str]) -> list[Job]:
@@ -356,6 +376,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         "weights": embedder.digest.hex(),
         "data": job.where,
     }
+    if isinstance(task, CaptionRetrieval) and task.note:
+        about["note"] = task.note
     return [
         {
             "dataset": f"{job.name}/{part}" if part else job.name,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powerclip.data import scenes as data
 from powerclip.evaluate.images import pack_pixels, unpack_pixels
-from powerclip.evaluate.tasks import CaptionRetrieval, Classification, HardNegatives, PointingGame, Task
+from powerclip.evaluate.tasks import CaptionRetrieval, Classification, Grounding, HardNegatives, PointingGame, Task
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,6 +73,23 @@ def scene_tasks(count: int, size: int, seed: int = 0) -> dict[str, Task]:
         "zero_shot": _zero_shot(data.scene_batch(range(max(1, count // 2)), seed, "zero_shot"), size),
         "pointing": _pointing(SceneImages(half, images.pixels[: len(half)])),
     }
+
+
+def scene_grounding(count: int, size: int, seed: int = 0, split: str = "collective_test") -> Grounding:
+    """Pointing, swap and set accuracy on `count` scenes, whose phrases name one object or several.
+
+    The regions of set accuracy are the boxes that the phrases of a scene name.
+    """
+    scenes = data.scene_batch(range(count), seed, split)
+    phrases = [(number, span, boxes) for number, scene in enumerate(scenes) for span, boxes in scene.phrase_sets]
+    game = PointingGame(
+        draw(scenes, size),
+        [number for number, _, _ in phrases],
+        [scenes[number].caption for number, _, _ in phrases],
+        [span for _, span, _ in phrases],
+        [list(boxes) for _, _, boxes in phrases],
+    )
+    return Grounding(game, game.image_of_phrase)
 
 
 def _composition(images: SceneImages, scenes: Sequence[data.Scene]) -> HardNegatives:

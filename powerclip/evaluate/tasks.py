@@ -78,11 +78,13 @@ class CaptionRetrieval:
     images: ImageSource
     captions: Sequence[str]
     image_of_caption: Tensor  # [captions]
+    note: str = ""  # of a table: which columns were read, and what was left out
 
     @property
     def summary(self) -> str:
         """`1,000 images, 5,000 captions`."""
-        return f"{len(self.images.names):,} images, {len(self.captions):,} captions"
+        counts = f"{len(self.images.names):,} images, {len(self.captions):,} captions"
+        return f"{counts}; {self.note}" if self.note else counts
 
     def score(self, embedder: Embedder) -> Scored:
         """Recall at 1, 5 and 10 in both directions, and their mean."""

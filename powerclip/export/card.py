@@ -1,4 +1,4 @@
-"""A model card made from what is known: the run's data, recipe and scores, the parity of its exports, how to load it."""
+"""A model card from what is known: the run's data, recipe and scores, the parity of exports, how to load it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunFacts:
 
 
 def describe_run(source: str | Path) -> RunFacts | None:
-    """The run that the model `source` comes from: its folder, its `model/`, or a checkpoint; None where there is none."""
+    """The run that the model `source` comes from: its folder, its `model/`, a checkpoint; None where there is none."""
     path = Path(str(source).removeprefix("local-dir:")).expanduser()
     for root in (path, path.parent, path.parent.parent) if path.exists() else ():
         folder = RunFolder(root.absolute())
@@ -133,8 +133,8 @@ def _about(model: DualEncoder, run: RunFacts | None) -> str:
     return (
         f"A CLIP model of {millions:,.1f} million parameters, made with PowerCLIP {__version__}.{method} Images of "
         f"{height}×{width} pixels become {rows}×{columns} patches ({_layers(vision)}), captions of up to "
-        f"{model.context_length} tokens are read by {_layers(text)}; embeddings have {model.embed_dim} numbers. Patches "
-        "and words lie in the same space as the global embeddings: a phrase has a heatmap over the image."
+        f"{model.context_length} tokens are read by {_layers(text)}; embeddings have {model.embed_dim} numbers. "
+        "Patches and words lie in the same space as the global embeddings: a phrase has a heatmap over the image."
     )
 
 
@@ -205,9 +205,9 @@ def _parity(parities: Sequence[Parity]) -> list[str]:
     ]
     heads = ["export", "largest difference from the model", "mean recall (%)", "the model's (%)", "processor"]
     return [
-        f"## Parity\n\nOn {parities[0].data}, each output beside that of the model in float32. *Mean recall* is of R@1, R@5 "
-        "and R@10 both ways. *Processor*: the largest difference of `image_embeds` when transformers' image processor "
-        f"prepares the images, which resizes a little differently.\n\n{Table.plain(heads, rows).markdown()}"
+        f"## Parity\n\nOn {parities[0].data}, each output beside that of the model in float32. *Mean recall* is of "
+        "R@1, R@5 and R@10 both ways. *Processor*: the largest difference of `image_embeds` when transformers' image "
+        f"processor prepares the images, which resizes a little differently.\n\n{Table.plain(heads, rows).markdown()}"
     ]
 
 
@@ -242,28 +242,27 @@ def _loading(name: str, contents: Collection[str], *, dense: bool) -> str:
         blocks.append(_onnx_block(name, hub=hub, dense=dense))
     if "pt2" in contents:
         blocks.append(
-            f'**torch alone**\n\n```python\nimport torch\n\nvision = torch.export.load("{name}/vision_model.pt2").module()\n'
-            f"{', '.join(_outputs(dense))} = vision(pixel_values)  # text_model.pt2 takes input_ids\n```".replace(
-                "image_embeds =", "(image_embeds,) ="
-            )
+            "**torch alone**\n\n```python\nimport torch\n\n"
+            f'vision = torch.export.load("{name}/vision_model.pt2").module()\n'
+            f"{_outputs(dense)} = vision(pixel_values)  # text_model.pt2 takes input_ids\n```"
         )
     return "## How to load it\n\n" + "\n\n".join(blocks)
 
 
-def _outputs(dense: bool) -> tuple[str, ...]:
-    return ("image_embeds", "patch_embeds") if dense else ("image_embeds",)
+def _outputs(dense: bool) -> str:
+    return "image_embeds, patch_embeds" if dense else "(image_embeds,)"
 
 
 def _onnx_block(name: str, *, hub: bool, dense: bool) -> str:
     path = f'hf_hub_download("{name}", "onnx/vision_model.onnx")' if hub else f'"{name}/onnx/vision_model.onnx"'
     download = "from huggingface_hub import hf_hub_download\n" if hub else ""
-    outputs = "image_embeds, patch_embeds" if dense else "(image_embeds,)"
     return (
         "**onnxruntime** (tokenizer and image processor by transformers; transformers.js reads the same layout)\n\n"
         f"```python\n{download}import onnxruntime\nfrom transformers import AutoTokenizer, CLIPImageProcessor\n\n"
-        f'processor, tokenizer = CLIPImageProcessor.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")\n'
+        f'processor = CLIPImageProcessor.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
         f"vision = onnxruntime.InferenceSession({path})\n"
         'pixels = processor(images=image, return_tensors="np")["pixel_values"]\n'
-        f'{outputs} = vision.run(None, {{"pixel_values": pixels}})\n'
+        f'{_outputs(dense)} = vision.run(None, {{"pixel_values": pixels}})\n'
         '# text_model.onnx: input_ids of tokenizer(captions, padding=True, truncation=True, return_tensors="np")\n```'
     )

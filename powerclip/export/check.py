@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 SCENES = 64  # of the embedded ones, where no data are named
 BATCH = 32
-# The largest difference that is accepted. Float32 sums in another order; half precision has 11 bits; int8 has 8, and its
-# error depends on the model: the recall beside it says what that costs.
+# The largest difference that is accepted. Float32 sums in another order; half precision has 11 bits; int8 has 8, and
+# its error depends on the model: the recall beside it says what that costs.
 BOUNDS: dict[Precision, float] = {"fp32": 1e-5, "fp16": 5e-3, "int8": 0.1}
 
 

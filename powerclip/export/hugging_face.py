@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders import DualEncoder
-from powerclip.encoders.hugging_face import to_clip_model
+from powerclip.encoders.hugging_face import CONFIG_FILE, WEIGHT_FILES, to_clip_model
 from powerclip.encoders.transforms import Tokenizer
 from powerclip.errors import UserError
 from powerclip.export.processor import require_transformers, transformers_only_errors, write_processor
 from powerclip.export.towers import VISION, Precision, TowerName
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_FILE = WEIGHT_FILES[0]
 
 
 def write_hugging_face(
@@ -32,14 +31,14 @@ def write_hugging_face(
     if precision == "int8":
         raise UserError("--to hf has no int8: choose --precision fp32 or fp16, or --to onnx")
     require_transformers()
-    config, state, _ = to_clip_model(model)
+    written = to_clip_model(model)
     dtype = torch.float16 if precision == "fp16" else torch.float32
     weights = {
         name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in state.items()
+        for name, value in written.state.items()
     }
     write_processor(model, tokenizer, folder)
-    content = config | {"dtype": str(dtype).removeprefix("torch.")}
+    content = written.config | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     # transformers asks for the framework that a file was made with.
     (folder / WEIGHTS_FILE).write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))

@@ -1,6 +1,6 @@
 """Towers as ONNX graphs, in the layout that transformers.js reads: `onnx/vision_model.onnx`, `onnx/text_model.onnx`.
 
-The precision is part of a file's name (`vision_model_fp16.onnx`, `vision_model_int8.onnx`); several may lie in a folder.
+The precision is part of a file's name (`vision_model_fp16.onnx`, `…_int8.onnx`); several may lie in a folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders import DualEncoder
+from powerclip.encoders.hugging_face import CONFIG_FILE
 from powerclip.errors import UserError
 from powerclip.export.towers import (
     INPUTS,
@@ -32,7 +33,6 @@ from powerclip.export.towers import (
 )
 
 FOLDER = "onnx"
-CONFIG_FILE = "config.json"
 # A protobuf holds at most 2 GiB: the weights of a larger tower go into a file of their own beside the graph.
 LARGEST_GRAPH = 1.8e9
 # What dynamic quantization turns into integers: matrix products and embeddings. The patches' convolution is one product

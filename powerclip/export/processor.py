@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from powerclip.encoders import DualEncoder
+from powerclip.encoders.hugging_face import PREPROCESSOR_FILE, to_preprocessor
 from powerclip.encoders.transforms import Tokenizer
 from powerclip.errors import UserError
 
-PREPROCESSOR_FILE = "preprocessor_config.json"
-_RESAMPLE = {"bicubic": 3, "bilinear": 2, "random": 3}  # Pillow's numbers; open_clip evaluates `random` as bicubic
 # transformers' names of what open_clip calls <start_of_text> and <end_of_text>: those that CLIPTokenizer expects.
 _SPECIAL = ("<|startoftext|>", "<|endoftext|>")
 # What transformers notes about where a tokenizer was read from; it says nothing about the tokenizer.
@@ -45,33 +44,13 @@ def image_processor(model: DualEncoder) -> dict[str, Any]:
     Raises:
         UserError: it resizes in a way that a CLIPImageProcessor has no setting for.
     """
-    settings = model.clip.visual.preprocess_cfg
     height, width = model.image_size
-    mode = settings["resize_mode"]
-    if mode == "shortest" and height == width:
-        size = {"shortest_edge": height}
-    elif mode == "squash":
-        size = {"height": height, "width": width}
-    else:
-        shape = "" if mode == "longest" else f" to {height}×{width} pixels"
+    if model.preprocess.get("resize_mode", "shortest") == "shortest" and height != width:
         raise UserError(
-            f"the model resizes images by preprocess_cfg.resize_mode {mode!r}{shape}, which transformers' "
-            "CLIPImageProcessor cannot: set it to 'squash' in open_clip_config.json if that suits your images"
+            f"Hugging Face's CLIPImageProcessor cannot crop images to {height}×{width} pixels as this model does: "
+            "resize_mode 'shortest' works for squares, and 'squash' for other shapes"
         )
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": size,
-        "resample": _RESAMPLE[settings["interpolation"]],
-        "do_center_crop": mode == "shortest",
-        "crop_size": {"height": height, "width": width},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(settings["mean"]),
-        "image_std": list(settings["std"]),
-    }
+    return to_preprocessor(model)
 
 
 def _write_clip_tokenizer(model: DualEncoder, tokenizer: Any, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A model on the Hugging Face hub: what goes there is made in a temporary folder, shown, and sent only when asked to.
 
-The folder holds the model as open_clip reads it (and so `powerclip.load("hf-hub:org/name")`), as a CLIPModel where it can
-be one, as ONNX graphs, with their parity measured, and the model card.
+The folder holds the model as open_clip reads it (and so `powerclip.load("hf-hub:org/name")`), as a CLIPModel where it
+can be one, as ONNX graphs, with their parity measured, and the model card.
 """
 
 from __future__ import annotations

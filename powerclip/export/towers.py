@@ -109,8 +109,8 @@ def _only(model: DualEncoder, name: TowerName) -> DualEncoder:
         return model
     tower = text_tower(model.clip)
     if tower.attn_mask is not None:
-        # At the full length the mask would need no slice, which torch.export takes for a case of its own and forbids. One
-        # more row and column, which no caption is long enough to read, and every length is a slice.
+        # At the full length the mask would need no slice, which torch.export takes for a case of its own and forbids.
+        # One more row and column, which no caption is long enough to read, and every length is a slice.
         tower.attn_mask = F.pad(tower.attn_mask, (0, 1, 0, 1))
     return model
 

@@ -91,7 +91,7 @@ def simclr_loss(one: Tensor, other: Tensor, temperature: float, ranks: Ranks = S
     Raises:
         ValueError: the views are not of one shape.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.a_clip import simclr_loss
         >>> one, other = torch.eye(4), torch.eye(4)
@@ -123,7 +123,7 @@ def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
     Raises:
         ValueError: predictions and targets are not of the same images and width.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.a_clip import byol_loss
         >>> target = torch.tensor([[0.0, 3.0]])

@@ -35,7 +35,7 @@ def clip_loss(image: Tensor, text: Tensor, scale: Tensor, ranks: Ranks = SINGLE)
     Raises:
         ValueError: images and captions are not of one number and one width.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.clip import clip_loss
         >>> scale = torch.tensor(2.0)

@@ -56,7 +56,7 @@ class ClipPgs(MaskedClip):
     Raises:
         ValueError: a setting is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.clip_pgs import balance, edge_strength
         >>> image = torch.zeros(1, 3, 4, 4)

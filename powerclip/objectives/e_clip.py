@@ -51,7 +51,7 @@ class EClip(MaskedClip):
     Raises:
         ValueError: a setting is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.encoders import PatchContext
         >>> from powerclip.objectives import EClip, EClipSettings

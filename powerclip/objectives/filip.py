@@ -67,7 +67,7 @@ def filip_loss(
         ValueError: images, captions and mask are not of the same pairs, or there is not one length for each caption.
         RuntimeError: captions are longer than `lengths` say.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.filip import filip_loss
         >>> words = torch.tensor([[[1.0, 0.0], [9.0, 9.0]], [[0.0, 1.0], [9.0, 9.0]]])  # the second token is padding

@@ -46,7 +46,7 @@ class Flip(Clip):
     Raises:
         ValueError: a setting is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives import Flip, FlipSettings
         >>> objective = Flip(FlipSettings(keep=0.5, tuning=0.1))

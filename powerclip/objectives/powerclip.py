@@ -38,7 +38,7 @@ class PowerClip(Objective):
     Raises:
         ValueError: a setting is out of its range, or does not go with another.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.alignment.config import AlignmentConfig
         >>> from powerclip.data.batch import Batch

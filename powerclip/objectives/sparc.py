@@ -65,7 +65,7 @@ def sparc_loss(words: Tensor, patches: Tensor, real: Tensor, scale: Tensor) -> T
     Raises:
         ValueError: images, captions and mask are not of the same pairs.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from powerclip.objectives.sparc import sparc_loss
         >>> words = torch.eye(2).unsqueeze(0)  # one caption of two tokens

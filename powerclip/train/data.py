@@ -9,20 +9,24 @@ import torch
 from open_clip import CLIPTextCfg
 
 from powerclip.data.batch import BatchSpec
+from powerclip.data.columns import Columns
 from powerclip.data.corpus import TreeSidecars, find_trees
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.loader import BatchLoader
 from powerclip.data.paths import expand_pattern
+from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader, ShardOptions
+from powerclip.data.shards import ShardSet
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
-from powerclip.train.inputs import Input, existing_file, sidecar_folder
-from powerclip.train.recipe import FLAT, DataSection, Recipe
+from powerclip.train.inputs import Input, count_samples, existing_file, sidecar_folder
+from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
+from powerclip.train.trees import TreeFolder, check_trees
 
 # Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.
 COMPILED_MULTIPLE, EAGER_MULTIPLE = 16, 8
@@ -52,8 +56,8 @@ def make_loader(
     tokenizer = _checked_tokenizer(encoder)
     cache = cache or DataCache()
     if recipe.data.source == "scenes":
-        return SceneLoader(spec, tokenizer, ranks)
-    if recipe.data.source == "shards":
+        return SceneLoader(spec, tokenizer, ranks, "collective" if recipe.data.collective else "train")
+    if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     return _corpus_loader(recipe, spec, tokenizer, cache, ranks)
 
@@ -90,19 +94,32 @@ def _shard_loader(
     warn: Callable[[str], None] | None,
 ) -> ShardLoader:
     data = recipe.data
-    shards = cache.shards(data, ranks)
+    reads_trees = recipe.reads_trees and data.trees != FLAT
+    if data.source == "table":
+        shards: ShardSet = cache.tables(data)
+    else:
+        shards = cache.shards(data, ranks, trees=reads_trees, regions=recipe.reads_masks)
+    if reads_trees and data.trees == SIDECARS:
+        _check_sidecars(shards.paths, "trees", data)
+        trees = TreeFolder(sidecar_folder(data), "trees of the sidecars")
+    elif reads_trees:
+        remote = shards.cache if isinstance(shards, RemoteShards) else None
+        trees = cache.trees([str(path) for path in shards.paths], data, ranks, samples=shards.samples, cache=remote)
+    else:
+        trees = TreeFolder(None, "")
     # Only PowerCLIP uses trees and regions; the other objectives need no annotation.
     options = ShardOptions(
         sidecars=sidecar_folder(data),
-        trees=recipe.reads_trees and data.trees != FLAT,
+        tree_folder=trees.folder,
+        trees=reads_trees,
         segments=recipe.reads_masks,
         window=data.window,
         strict=data.strict,
         max_bad=data.max_bad,
     )
-    if options.trees:
-        _check_sidecars(shards.paths, "trees", data)
-    if options.segments:
+    if reads_trees:
+        check_trees(shards, trees, f"{_annotate('trees', data)}, or set data.trees: {FLAT} to train without phrases")
+    if options.segments and not isinstance(shards, RemoteShards):  # remote masks come with each shard
         _check_sidecars(shards.paths, "regions", data)
     return ShardLoader(shards, spec, tokenizer, options, ranks, warn)
 
@@ -115,8 +132,9 @@ def _corpus_loader(
     paths = expand_pattern(data.shards, "data.shards")
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
-    trees, note = corpus_trees(recipe, paths)
-    corpus = cache.corpus(data.shards, "data.shards", kept_size(spec.image_size), trees, note)
+    trees, note = corpus_trees(recipe, paths, cache, ranks)
+    said = note if data.trees is not None else ""  # what the parser did was said when it did it
+    corpus = cache.corpus(data.shards, "data.shards", kept_size(spec.image_size), trees, said)
     if recipe.reads_trees and trees is not None and corpus.trees_missing == len(corpus.captions):
         raise UserError(
             f"data.trees: none of {len(corpus.captions):,} captions has a tree that belongs to it ({note}); "
@@ -146,10 +164,13 @@ def _checked_tokenizer(encoder: DualEncoder) -> CaptionTokenizer:
     return CaptionTokenizer(tokenizer)
 
 
-def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSidecars | None, str]:
+def corpus_trees(
+    recipe: Recipe, shards: Sequence[Path], cache: DataCache, ranks: Ranks = SINGLE
+) -> tuple[Path | TreeSidecars | None, str]:
     """Where the trees of a recipe's corpus are, and the same in words; None: every caption is one phrase.
 
-    `data.trees` names a file, or says `flat`; without it the sidecars of the shards are read where there are any.
+    `data.trees` names a file, or says `flat` or `sidecars`; without it the sidecars of the shards are read, and made
+    where there are none and the objective needs them.
 
     Raises:
         UserError: there are none, and the objective needs them.
@@ -157,13 +178,18 @@ def corpus_trees(recipe: Recipe, shards: Sequence[Path]) -> tuple[Path | TreeSid
     data = recipe.data
     if data.trees == FLAT:
         return None, "every caption is one phrase (data.trees: flat)"
-    if data.trees is not None:
+    if data.trees not in (None, SIDECARS):
+        assert data.trees is not None
         path = existing_file(data.trees, "data.trees")
         return path, f"trees of {path}"
+    if recipe.reads_trees and data.trees is None:
+        samples = count_samples([path for path in shards if path.is_file()])
+        made = cache.trees([str(path) for path in shards], data, ranks, samples=samples)
+        return TreeSidecars(made.folder), made.note
     folder = sidecar_folder(data)
     sidecars = find_trees(shards, folder)
     if sidecars is not None:
-        return sidecars, f"trees of the sidecars {f'in {folder}' if folder else 'beside the shards'}"
+        return sidecars, f"trees of the sidecars {f'in {folder}' if folder else 'beside the data'}"
     if recipe.reads_trees:
         _check_sidecars(shards, "trees", data)
     return None, ""
@@ -186,12 +212,18 @@ def _annotation(name: str, find: Callable[[], str]) -> Input:
 
 
 def _tree_source(recipe: Recipe, shards: Sequence[Path]) -> str:
+    """Where `make_loader` would find the trees; nothing is parsed here."""
     data = recipe.data
     if data.source == "scenes":
         return "the scenes' own"
-    if data.source == "corpus" or data.trees == FLAT:
-        return corpus_trees(recipe, shards)[1].removeprefix("trees of ")
-    _check_sidecars(shards, "trees", data)
+    if data.trees == FLAT:
+        return f"every caption is one phrase (data.trees: {FLAT})"
+    if data.trees == SIDECARS:
+        _check_sidecars(shards, "trees", data)
+    elif data.trees is not None:
+        return str(existing_file(data.trees, "data.trees"))
+    if data.source == "table" or not find_sidecars(shards, "trees", sidecar_folder(data)):
+        return "sidecars where there are some, the embedded parser for the rest"
     return _sidecars_found(shards, "trees", data)
 
 
@@ -220,4 +252,6 @@ def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> No
 def _annotate(kind: Kind, data: DataSection) -> str:
     """The command that makes the annotations of a recipe's shards."""
     sidecars = f" --sidecars {data.sidecars}" if data.sidecars else ""
-    return f"make them with `powerclip annotate {kind} '{data.shards}'{sidecars}`"
+    names = "".join(f" --caption-column {name}" for name in Columns.named(None, data.captions).captions)
+    columns = (f" --image-column {data.image}" if data.image else "") + names
+    return f"make them with `powerclip annotate {kind} '{data.table or data.shards}'{sidecars}{columns}`"

@@ -8,17 +8,22 @@ from typing import Any, TypeVar
 
 import torch
 
+from powerclip.data.columns import Columns
 from powerclip.data.corpus import Corpus, TreeSidecars, read_corpus
 from powerclip.data.corpus_loader import PackedCorpus, pack_corpus
 from powerclip.data.masks import CorpusMasks, read_masks
 from powerclip.data.paths import expand_pattern
+from powerclip.data.remote import RemoteCache, is_url
+from powerclip.data.remote_shards import RemoteShards, open_remote
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
+from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tokens import CaptionTokenizer, Nodes
 from powerclip.evaluate.embedder import PixelStore
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.inputs import sidecar_folder
+from powerclip.train.inputs import cache_folder, names_urls, remote_names, sidecar_folder, table_paths
 from powerclip.train.recipe import DataSection
+from powerclip.train.trees import TreeFolder, prepare_trees
 
 T = TypeVar("T")
 
@@ -58,9 +63,13 @@ class DataCache:
 
         return self._once(("task", tuple(paths)), read_and_report)
 
-    def shards(self, data: DataSection, ranks: Ranks = SINGLE) -> ShardSet:
-        """The shards of a recipe's data section, indexed."""
+    def shards(
+        self, data: DataSection, ranks: Ranks = SINGLE, *, trees: bool = False, regions: bool = False
+    ) -> ShardSet:
+        """The shards of a recipe's data section, indexed; of remote ones also the annotations that are asked for."""
         assert data.shards is not None  # DataSection checks it
+        if names_urls(data.shards):
+            return self._remote(data, trees=trees, regions=regions)
         shards = data.shards
         paths = tuple(expand_shards(shards, "data.shards"))
         folder = sidecar_folder(data)
@@ -78,6 +87,65 @@ class DataCache:
             return shard_set
 
         return self._once(("shards", paths, folder, data.strict, data.max_bad), find)
+
+    def _remote(self, data: DataSection, *, trees: bool, regions: bool) -> RemoteShards:
+        source = str(data.shards)
+        urls = tuple(remote_names(source, "data.shards"))
+        folder = sidecar_folder(data)
+        remote_sidecars = data.sidecars if data.sidecars is not None and is_url(data.sidecars) else None
+
+        def find() -> RemoteShards:
+            shards = open_remote(
+                urls,
+                cache_folder(data),
+                int(data.cache_size * 1e9),
+                folder=folder,
+                sidecars=remote_sidecars,
+                trees=trees,
+                regions=regions,
+                strict=data.strict,
+                max_bad=data.max_bad,
+                progress=self._say is not None,
+            )
+            self._report(source, f"{shards.summary()}; read through {cache_folder(data)} ({data.cache_size:g} GB)")
+            return shards
+
+        return self._once(("remote", urls, data, trees, regions), find)
+
+    def tables(self, data: DataSection) -> TableSet:
+        """The tables of a recipe's data section, read and dealt into parts."""
+        assert data.table is not None  # DataSection checks it
+        source = data.table
+        paths = tuple(table_paths(source, "data.table"))
+        columns = Columns.named(data.image, data.captions)
+
+        def read() -> TableSet:
+            tables = open_tables(paths, columns, strict=data.strict, max_bad=data.max_bad)
+            self._report(source, tables.summary())
+            return tables
+
+        return self._once(("tables", paths, columns, data.strict, data.max_bad), read)
+
+    def trees(
+        self,
+        shards: Sequence[str],
+        data: DataSection,
+        ranks: Ranks = SINGLE,
+        *,
+        samples: int | None = None,
+        cache: RemoteCache | None = None,
+    ) -> TreeFolder:
+        """The trees of shards or tables: those that are there, and those that the parser makes now."""
+        folder, columns = sidecar_folder(data), Columns.named(data.image, data.captions)
+
+        def find() -> TreeFolder:
+            trees = prepare_trees(
+                shards, folder, columns, ranks, samples=samples, cache=cache, progress=self._say is not None
+            )
+            self._report(str(data.table or data.shards), trees.note)
+            return trees
+
+        return self._once(("trees", tuple(shards), folder, columns), find)
 
     def packed(self, corpus: Corpus, tokenizer: CaptionTokenizer, nodes: Nodes, device: torch.device) -> PackedCorpus:
         """A corpus of this cache, packed for batches."""

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from powerclip.data.batch import Batch
+from powerclip.encoders.models import Blueprint
 from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.runtime.progress import duration, print_line
@@ -75,7 +76,8 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
     recipe, length, known = settled(recipe, files)
     # Weights need not be fetched to be counted, and the burst is one part of a batch that goes through in parts.
     once = replace(recipe.train, accumulate=1)
-    blueprint = resolve(recipe.model.name, recipe.model.config, recipe.model.pretrained)
+    blueprint, weights = find_towers(recipe.model)
+    files += weights
     burst_recipe = replace(recipe.with_towers(blueprint.config), train=once)
     state = start(burst_recipe)
     state.encoder.directory = blueprint.directory
@@ -89,6 +91,21 @@ def dry_run(recipe: Recipe, output: str | Path, *, quiet: bool = False, console:
         say(head, text)
     for head, text in describe_output(recipe, state, RunFolder(Path(output))):
         say(head, text)
+
+
+def find_towers(model: ModelSection) -> tuple[Blueprint, list[Input]]:
+    """The towers of a recipe, and its weights if they are missing.
+
+    Raises:
+        UserError: without the weights it is not known which towers are meant, or there are no such towers.
+    """
+    try:
+        return resolve(model.name, model.config, model.pretrained), []
+    except UserError as error:
+        if model.pretrained is None or (model.name is None and model.config is None):
+            raise
+        missing = Input("model.pretrained", "", problem=str(error))
+        return resolve(model.name, model.config), [missing]
 
 
 def settled(recipe: Recipe, files: list[Input]) -> tuple[Recipe, str, bool]:
@@ -119,6 +136,13 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
         yield "", f"starts from {recipe.model.pretrained}"
+    trained = count(state.encoder, trained=True)
+    if trained < total:
+        settings = recipe.train
+        how = [f"freeze {settings.freeze}"] * bool(settings.freeze) + [f"LoRA of rank {settings.lora}"] * bool(
+            settings.lora
+        )
+        yield "", f"trains {trained / 1e6:.2f} M of them ({', '.join(how)})"
     parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + parameters
     for text in describe_objective(recipe):

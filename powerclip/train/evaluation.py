@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from powerclip.data.columns import Columns
 from powerclip.data.paths import expand_path, expand_pattern
+from powerclip.data.table import is_table
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import tokenizer_for
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.readers import read_caption_tars, read_sugarcrepe
+from powerclip.evaluate.readers import read_caption_tars, read_captions, read_sugarcrepe
 from powerclip.evaluate.scenes import scene_tasks
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
@@ -80,7 +83,12 @@ def read_tasks(recipe: Recipe, encoder: DualEncoder, cache: DataCache) -> dict[s
     tasks: dict[str, Task] = {}
     if settings.retrieval is not None:
         tars = expand_pattern(settings.retrieval, "evaluation.retrieval")
-        tasks["retrieval"] = cache.task(settings.retrieval, tars, read_caption_tars)
+        columns = Columns.named(recipe.data.image, recipe.data.captions)
+
+        def read(paths: Sequence[Path]) -> Task:
+            return read_captions(paths[0], columns) if is_table(paths[0]) else read_caption_tars(paths)
+
+        tasks["retrieval"] = cache.task(settings.retrieval, tars, read)
     if settings.composition is not None:
         folder = expand_path(settings.composition, "evaluation.composition")
         tasks["composition"] = cache.task(settings.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from powerclip.data.paths import expand_path, expand_pattern
-from powerclip.data.shards import expand_shards
+from powerclip.data.columns import Columns
+from powerclip.data.paths import expand_path, expand_pattern, user_cache
+from powerclip.data.remote import expand_urls, is_url
+from powerclip.data.shards import expand_shards, iter_names
+from powerclip.data.table import TABLE_SUFFIXES, is_table
+from powerclip.data.table_parts import open_tables
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import FLAT, DataSection, Recipe
+from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
 
 # Up to so many tars without an index are read to count their samples; with more, the count stays unknown.
 FEW = 64
@@ -32,12 +37,19 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
     data, evaluation = recipe.data, recipe.evaluation
     if data.source == "corpus":
         yield from _find("data.shards", data.shards, _pattern)
-        if data.trees != FLAT:
+        if data.trees not in (FLAT, SIDECARS):
             yield from _find("data.trees", data.trees, _file)
         if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
             yield from _find("data.sidecars", data.sidecars, _folder)
+    elif data.source == "shards" and data.shards and names_urls(data.shards):
+        yield from _find("data.shards", data.shards, _urls)
+        if data.sidecars is not None and not is_url(data.sidecars):
+            yield from _find("data.sidecars", data.sidecars, _folder)
     elif data.source == "shards":
         yield from _find("data.shards", data.shards, _shards)
+        yield from _find("data.sidecars", data.sidecars, _folder)
+    elif data.source == "table":
+        yield from _find("data.table", data.table, _table)
         yield from _find("data.sidecars", data.sidecars, _folder)
     yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
     yield from _find("evaluation.composition", evaluation.composition, _folder)
@@ -64,6 +76,10 @@ def samples_of(recipe: Recipe, files: list[Input]) -> int | None:
     """Pairs in an epoch, as the recipe says or as they were counted; None when neither is known."""
     if recipe.data.samples is not None:
         return recipe.data.samples
+    if recipe.data.source == "table" and not any(item.problem for item in files if item.setting == "data.table"):
+        assert recipe.data.table is not None  # DataSection checks it
+        columns = Columns.named(recipe.data.image, recipe.data.captions)
+        return open_tables(table_paths(recipe.data.table, "data.table"), columns).samples
     return next((count_samples(item.paths) for item in files if item.setting == "data.shards" and item.paths), None)
 
 
@@ -90,6 +106,45 @@ def _shards(value: str, setting: str) -> Input:
     return replace(item, summary=f"{item.summary}, {missing:,} more are not there") if missing else item
 
 
+def _urls(value: str, setting: str) -> Input:
+    names = remote_names(value, setting)
+    return Input(setting, f"{len(names):,} remote shards, the first {names[0]}")
+
+
+def names_urls(shards: str) -> bool:
+    """Whether `data.shards` names remote shards: a URL, or a list of them."""
+    return is_url(next(iter(iter_names(shards, "data.shards")), ""))
+
+
+def remote_names(value: str, setting: str) -> list[str]:
+    """The URLs of the remote shards that a setting names."""
+    lines = [os.path.expandvars(line) for line in iter_names(value, setting)]
+    local = next((line for line in lines if not is_url(line)), None)
+    if local is not None:
+        raise UserError(f"{setting}: {local} is no URL; a list names either files or URLs")
+    return [url for line in lines for url in expand_urls(line, setting)]
+
+
+def cache_folder(data: DataSection) -> Path:
+    """Where copies of a recipe's remote shards lie."""
+    return user_cache("shards") if data.cache is None else expand_path(data.cache, "data.cache")
+
+
+def _table(value: str, setting: str) -> Input:
+    paths = table_paths(value, setting)
+    return Input(setting, ", ".join(map(str, paths[:3])) + " …" * (len(paths) > 3))
+
+
+def table_paths(value: str, setting: str) -> list[Path]:
+    """The tables that a setting names; UserError when one is none."""
+    paths = expand_pattern(value, setting)
+    for path in paths:
+        if not is_table(path):
+            kinds = ", ".join(TABLE_SUFFIXES)
+            raise UserError(f"{setting}: {path} is no table ({kinds}, or a folder with NAME.jpg and NAME.txt)")
+    return paths
+
+
 def _files(paths: list[Path], setting: str) -> Input:
     size = sum(path.stat().st_size for path in paths)
     text = f"{len(paths):,} file{'s' * (len(paths) != 1)}, {size / 2**30:.2f} GiB"
@@ -113,7 +168,8 @@ def existing_file(value: str, setting: str) -> Path:
     path = expand_path(value, setting)
     if not path.is_file():
         raise UserError(
-            f"{setting}: no file {path}; null reads the sidecars of the shards, {FLAT} trains with one phrase a caption"
+            f"{setting}: no file {path}; null reads the sidecars or parses the captions, {FLAT} trains with one phrase "
+            "a caption"
         )
     return path
 
@@ -126,5 +182,7 @@ def _folder(value: str, setting: str) -> Input:
 
 
 def sidecar_folder(data: DataSection) -> Path | None:
-    """Where a recipe's sidecars lie; None: beside the shards."""
-    return None if data.sidecars is None else expand_path(data.sidecars, "data.sidecars")
+    """Where a recipe's sidecars lie on this machine; None: beside the shards, or the copies of remote ones."""
+    if data.sidecars is None or is_url(data.sidecars):
+        return None
+    return expand_path(data.sidecars, "data.sidecars")

@@ -32,7 +32,8 @@ DEFAULT_SCENES = 500
 
 TOWERS = ("image", "text")  # as train.freeze names them
 
-FLAT = "flat"  # as data.trees: every caption is one phrase
+# As data.trees: every caption is one phrase; only stored trees are read.
+FLAT, SIDECARS = "flat", "sidecars"
 
 
 @dataclass(frozen=True)
@@ -57,25 +58,39 @@ class ModelSection:
 class DataSection:
     """Where the pairs come from."""
 
-    source: Literal["scenes", "corpus", "shards"] = "scenes"  # corpus: small, kept in memory; shards: read as needed
+    # corpus: shards kept in memory; shards: read as needed; table: a file of paths and captions, or a folder
+    source: Literal["scenes", "corpus", "shards", "table"] = "scenes"
     shards: str | None = None  # paths, patterns, braces or @list; environment variables in them are expanded
-    trees: str | None = None  # null: those in sidecars; flat: one phrase a caption; of a corpus also a TSV file
-    sidecars: str | None = None  # the folder of the shards' annotations and indices; null: beside the shards
+    table: str | None = None  # a CSV, TSV, JSONL or parquet file, a pattern, or a folder of NAME.jpg and NAME.txt
+    image: str | None = None  # of a table: the column with images' paths, by its head or number; null: by known heads
+    captions: str | None = None  # of a table: the columns with captions, with commas between them; null: by known heads
+    # null: sidecars, and the embedded parser where there are none; sidecars: these only; flat: one phrase a caption; of
+    # a corpus also a TSV file
+    trees: str | None = None
+    sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
+    cache: str | None = None  # of remote shards: the folder of their copies; null: in the user's cache
+    cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
-    window: PositiveInt = 8  # of shards: how many are shuffled together
-    workers: NonNegativeInt = 1  # threads, of shards processes, that prepare batches ahead; 0: none
-    strict: bool = False  # of shards: what is wrong with a sample or its annotation ends the run
-    max_bad: Share = 0.1  # of shards: largest share that may be unusable, of a shard's samples and of all shards
+    window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
+    # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
+    workers: NonNegativeInt = 1
+    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
+    strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
+    max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
 
     def __post_init__(self) -> None:
         validate(self, "data")
         if self.source == "corpus" and not self.shards:
             raise ValueError("data.source is corpus: set data.shards to its tar files (for example data/train-*.tar)")
+        if self.source == "corpus" and self.shards and "://" in self.shards:
+            raise ValueError("data.source: corpus reads local shards; data.source: shards reads remote ones")
         if self.source == "shards" and not self.shards:
             raise ValueError("data.source is shards: set data.shards to them (for example /data/{00000..01242}.tar)")
-        if self.source == "shards" and self.trees not in (None, FLAT):
+        if self.source == "table" and not self.table:
+            raise ValueError("data.source is table: set data.table to a .csv, .tsv, .jsonl, .parquet file or a folder")
+        if self.source in ("shards", "table") and self.trees not in (None, FLAT, SIDECARS):
             raise ValueError("data.trees is a corpus' file; the trees of shards lie in sidecars (data.sidecars)")
         if self.source == "scenes" and self.trees == FLAT:
             raise ValueError("data.trees: scenes come with their trees; alignment.parse_trees: false goes without")
@@ -172,7 +187,7 @@ class TrainSection:
 class EvaluationSection:
     """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
 
-    retrieval: str | None = None  # shards of a held-out corpus, written as data.shards are
+    retrieval: str | None = None  # held-out data: shards, written as data.shards are, or a table
     composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
     scenes: NonNegativeInt = 0  # embedded test scenes; 0: none, true: 500
 
@@ -240,6 +255,8 @@ FREE_ON_RESUME = frozenset(
         "data.workers",
         "data.strict",
         "data.max_bad",
+        "data.cache",
+        "data.cache_size",
         "train.device",
         "train.log_every",
         "train.checkpoint_every",

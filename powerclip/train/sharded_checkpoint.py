@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from powerclip.errors import UserError, first_line
-from powerclip.runtime.checkpoint_file import RUN_FILE, checkpoint_folders
+from powerclip.runtime import checkpoint_file
+from powerclip.runtime.checkpoint_file import RUN_FILE, BadCheckpoint, checkpoint_folders
 from powerclip.runtime.distributed import Ranks
 from powerclip.train import checkpoint
-from powerclip.train.checkpoint import BadCheckpoint
 
 if TYPE_CHECKING:
     from powerclip.train.state import TrainState
@@ -46,7 +46,7 @@ def write(folder: Path, state: TrainState, also: Mapping[str, Any], keep: int, r
 
 def read(path: Path) -> dict[str, Any]:
     """What `run.pt` holds of a sharded checkpoint; BadCheckpoint when a file is missing or has another size."""
-    run = checkpoint.read(path / RUN_FILE)
+    run = checkpoint_file.read(path / RUN_FILE)
     for name, size in run["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
@@ -56,7 +56,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def load_parts(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     """Fill the weights, and the moments of the optimiser, with what `path` holds, however many ranks wrote it."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(path)
     saved: Any = reader.read_metadata().state_dict_metadata
@@ -72,7 +73,10 @@ def load_parts(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer,
         with _quiet():
             load({**weights, **moments}, storage_reader=reader, no_dist=ranks.is_single)
     except Exception as error:  # a damaged file can fail in any of the readers' ways
-        raise UserError(f"{path}: cannot be read as a sharded checkpoint ({first_line(error)})") from None
+        raise UserError(
+            f"{path}: cannot be read as a sharded checkpoint ({first_line(error)}); "
+            "move it away, and --resume goes on from an older one"
+        ) from None
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         _, number, name = key.split(".")
@@ -88,28 +92,32 @@ def newest_state(
 
     Bad checkpoints are refused, and `required` is meant, as in `checkpoint.newest`.
     """
-    name = ranks.broadcast(lambda: _newest_sharded(folder, warn))
+    name = ranks.broadcast(lambda: _newest_sharded(folder, warn, required=required))
     if name is not None:
         return read(folder / name), folder / name
     return checkpoint.newest(folder, warn, ranks, required=required), None
 
 
-def _newest_sharded(folder: Path, warn: Callable[[str], None]) -> str | None:
+def _newest_sharded(folder: Path, warn: Callable[[str], None], *, required: bool) -> str | None:
     """The name of the newest good sharded checkpoint, unless a whole one is newer."""
     for leftover in folder.glob(".step-*.unfinished"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
-    whole = checkpoint.checkpoints(folder)
+    whole = checkpoint_file.checkpoints(folder)
+    refused: BadCheckpoint | None = None
     for path in reversed(checkpoint_folders(folder)):
         if whole and int(whole[-1].stem.removeprefix("step-")) >= _step(path):
             return None
         try:
             read(path)
         except BadCheckpoint as error:
+            refused = error
             path.rename(path.with_name(path.name + ".refused"))
             warn(f"{error}; going back to the checkpoint before it")
         else:
             return path.name
+    if refused and required and not whole:
+        raise UserError(f"{refused}; no good checkpoint is left: start again with --overwrite")
     return None
 
 
@@ -131,7 +139,8 @@ def _clear(unfinished: Path) -> None:
 
 
 def _write_parts(folder: Path, state: TrainState, ranks: Ranks) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     parts = {f"encoder.{name}": value for name, value in state.encoder.state_dict().items()}
     for number, values in state.optimizer.state_dict()["state"].items():
@@ -148,7 +157,8 @@ def _write_parts(folder: Path, state: TrainState, ranks: Ranks) -> None:
 
 def _finish(path: Path, unfinished: Path, run: Mapping[str, Any], keep: int) -> None:
     files = {file.name: file.stat().st_size for file in unfinished.iterdir()}
-    content = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, **checkpoint.to_host(run), "files": files}
+    header = {"format": checkpoint_file.FORMAT, "version": checkpoint_file.VERSION}
+    content = {**header, **checkpoint.to_host(run), "files": files}
     with open(unfinished / RUN_FILE, "wb") as file:
         torch.save(content, file)
         file.flush()

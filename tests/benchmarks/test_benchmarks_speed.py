@@ -49,7 +49,7 @@ def result_in(folder: Path) -> dict:
 
 def test_alignment_measures_every_backend_that_is_there_and_says_why_others_are_not(tmp_path):
     rows = run("alignment", tmp_path)["rows"]
-    for what in ("nla", "nla + gradient", "exact"):
+    for what in ("nla", "nla + gradient", "exact", "exact + gradient", "cosine", "cosine + gradient"):
         found = {row["backend"]: row for row in rows if row["what"] == what and row["size"]["regions"] == 4}
         assert found["reference"]["ms"] > 0
         assert found["torch"]["error"] < 1e-5

@@ -12,6 +12,7 @@ import torch
 from benchmark_examples import class_folders, image, tiny_model, webdataset
 from mini_corpus import write_shard
 
+from powerclip.cli.process import table_columns
 from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.images import FileImages
@@ -59,6 +60,42 @@ def test_an_image_in_a_tar_is_the_image_in_its_file(tmp_path):
     assert torch.equal(embedder.images(task.images).vectors, embedder.images(files).vectors)
 
 
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_further_columns_of_a_table_are_no_captions(tmp_path):
+    for name in ("a.png", "b.png"):
+        image(tmp_path / name, 0)
+    (tmp_path / "t.csv").write_text("image,caption,split,license\na.png,a cup,val,CC0\nb.png,a mug,val,CC0\n")
+    task = read_path(tmp_path / "t.csv")
+    assert (task.captions, task.image_of_caption.tolist()) == (["a cup", "a mug"], [0, 1])
+    assert task.summary == "2 images, 2 captions; image: image, captions: caption (guessed)"
+
+
+def test_a_table_without_heads_keeps_its_first_row(tmp_path):
+    for name in ("a.png", "b.png"):
+        image(tmp_path / name, 0)
+    (tmp_path / "t.csv").write_text("a.png,a cup\nb.png,a mug\n")
+    assert read_path(tmp_path / "t.csv").captions == ["a cup", "a mug"]
+
+
+def test_a_folder_of_images_with_their_texts_is_retrieval(tmp_path):
+    for name, text in (("a", "a cup\na mug\n"), ("b", "a plate")):
+        image(tmp_path / "photos" / f"{name}.png", 0)
+        (tmp_path / "photos" / f"{name}.txt").write_text(text)
+    task = read_path(tmp_path / "photos")
+    assert isinstance(task, CaptionRetrieval)
+    assert (task.captions, task.image_of_caption.tolist()) == (["a cup", "a mug", "a plate"], [0, 0, 1])
+
+
+def test_columns_that_the_command_names_are_read(tmp_path):
+    image(tmp_path / "a.png", 0)
+    (tmp_path / "t.csv").write_text("photo,title,text\na.png,a cup,a mug\n")
+    with pytest.raises(UserError, match=r"--image-column"):
+        read_path(tmp_path / "t.csv", columns=table_columns("", ["text"]))
+    assert read_path(tmp_path / "t.csv", columns=table_columns("photo", ["text"])).captions == ["a mug"]
+
+
 # ---- what cannot be used ---------------------------------------------------------------------------------------------
 
 
@@ -66,7 +103,7 @@ def test_an_image_in_a_tar_is_the_image_in_its_file(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", "image,caption\n", "no rows"),
-        ("a.csv", "image,caption\ngone.png,a dog\n", r"1 images that are not there.*gone\.png"),
+        ("a.csv", "image,caption\ngone.png,a dog\n", r"no row can be used; 1 left out: image not there .*gone\.png"),
         ("a.csv", "image,caption\ngone.png\n", "line 2"),
         ("a.json", "{", "not a JSON file"),
         ("a.json", '{"0": {"filename": "gone.png", "caption": "a", "negative_caption": "b"}}', "none of the images"),

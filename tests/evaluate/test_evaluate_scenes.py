@@ -9,7 +9,7 @@ from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, build
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.metrics import KINDS
-from powerclip.evaluate.scenes import scene_images, scene_tasks
+from powerclip.evaluate.scenes import scene_grounding, scene_images, scene_tasks
 
 SIZE, PATCH, COUNT = 32, 4, 60
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -135,3 +135,15 @@ def test_retrieval_and_composition_embed_their_images_once(tiny, tokenizer, monk
     )
     score(tiny, tokenizer, 30)
     assert rows == [30, 15]  # the test split, and the zero-shot split
+
+
+def test_grounding_on_scenes_has_phrases_for_one_object_and_for_several():
+    task = scene_grounding(6, 32)
+    boxes = [len(several) for several in task.phrases.boxes]
+    assert min(boxes) == 1
+    assert max(boxes) > 1
+    spoken = [
+        caption[span.start : span.end] for caption, span in zip(task.phrases.captions, task.phrases.spans, strict=True)
+    ]
+    assert len(spoken) == len(boxes)
+    assert task.caption_of_phrase == task.phrases.image_of_phrase

@@ -1,6 +1,7 @@
-"""The scripts of tools/parser import each other as scripts do: by their folder."""
+"""The scripts of tools/ import each other as scripts do: by their folder."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tools" / "parser"))
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path += [str(TOOLS), str(TOOLS / "parser")]

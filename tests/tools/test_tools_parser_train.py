@@ -24,6 +24,7 @@ SMALL = {
     "batch": 8,
     "early-batch": 16,
 }
+SOURCES = Path(__file__).resolve().parents[2] / "tools" / "parser" / "sources.json"
 FAST = {"lr": 1e-2, "warmup": 5, "dropout": 0.1, "average": 0.9}
 
 
@@ -53,7 +54,8 @@ def trained(tmp_path_factory):
         (folder / f"GUM_toy_{number}.ptb").write_text("\n".join(tree(draw) for _ in range(12)))
     with gzip.open(folder / "trees.tsv.gz", "wt") as file:
         file.writelines(f"key{number}\t0\t{tree(draw)}\n" for number in range(60))
-    train(folder, folder / "out", "--silver", str(folder / "trees.tsv.gz"), "--test", early=2, late=5)
+    sources = ["--sources", str(SOURCES)]
+    train(folder, folder / "out", "--silver", str(folder / "trees.tsv.gz"), "--test", *sources, early=2, late=5)
     return folder
 
 
@@ -93,3 +95,18 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path):
     path.write_bytes(b"nonsense")
     with pytest.raises(UserError, match="holds no weights of the embedded parser"):
         load_model(path, torch.device("cpu"))
+
+
+def test_a_card_says_where_the_weights_learned_from_and_so_does_that_of_the_shipped_ones(trained):
+    sources = json.loads(SOURCES.read_text(encoding="utf-8"))
+    shipped = Path(load_model.__code__.co_filename).parent / "weights" / "card.json"
+    for path in (trained / "out" / "card.json", shipped):
+        card = json.loads(path.read_text(encoding="utf-8"))
+        assert {name: card[name] for name in sources} == sources
+    assert all(source["licence"] and source["url"] for source in sources["sources"])
+
+
+def test_a_file_of_sources_that_is_none_is_refused(trained, tmp_path):
+    (tmp_path / "sources.json").write_text("[1")
+    with pytest.raises(UserError, match="not a JSON file"):
+        train(trained, tmp_path / "out", "--sources", str(tmp_path / "sources.json"), early=0, late=1)

@@ -57,6 +57,17 @@ def test_all_captions_of_an_image_are_in_the_same_part(tmp_path):
     assert all(test.count(key) == 2 for key in test)
 
 
+def test_captions_of_other_sources_are_scored_but_not_learned_from(tmp_path):
+    path = tmp_path / "trees.tsv.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(f"{kind}-{key}\t0\t(ROOT (NP (NN dog)))\n" for key in range(200) for kind in ("coco", "other"))
+    parts, of_all = read_silver(path, learn_from="coco-"), read_silver(path)
+    assert {sentence.document.split("-")[0] for sentence in parts["train"]} == {"coco"}
+    assert parts["test"] == of_all["test"]
+    with pytest.raises(UserError, match="no key begins with 'voc-'"):
+        read_silver(path, learn_from="voc-")
+
+
 def test_a_line_that_is_no_tree_is_named(tmp_path):
     path = tmp_path / "trees.tsv.gz"
     with gzip.open(path, "wt") as file:

@@ -91,7 +91,7 @@ def copied(corpus: Path, folder: Path) -> Path:
 
 def test_a_corpus_without_trees_is_refused_with_the_command_that_makes_them(tmp_path, mini_corpus):
     folder = copied(mini_corpus, tmp_path / "shards")
-    settings = [*corpus_settings(folder)[:2], "train.steps=2"]
+    settings = [*corpus_settings(folder)[:2], "train.steps=2", "data.trees=sidecars"]
     expected = (
         rf"no shard has its trees beside them .*`powerclip annotate trees '{folder}/train-\*.tar'`.*data.trees: flat"
     )
@@ -118,7 +118,7 @@ def test_a_corpus_reads_the_trees_beside_its_shards_and_says_so(tmp_path, mini_c
     for shard in folder.glob("*.tar"):
         TreeAnnotator(load_parser("embedded", "cpu")).annotate(str(shard))
     parsed = train(tiny(tmp_path, *settings), tmp_path / "parsed")
-    assert "trees of the sidecars beside the shards" in capsys.readouterr().out.replace("\n", " ")
+    assert "trees of the sidecars beside the data" in capsys.readouterr().out.replace("\n", " ")
     nodes = [list(read_metrics(run.folder.metrics))[-1]["batch/nodes"] for run in (flat, parsed)]
     assert nodes[0] == 1 < nodes[1]
 

@@ -68,14 +68,23 @@ def test_what_decides_the_loss_is_told_in_the_papers_letters(tmp_path):
 def test_missing_sidecars_and_packages_are_found(tmp_path, mini_corpus, monkeypatch):
     monkeypatch.setattr("powerclip.train.inputs.find_spec", lambda name: None)
     shards = f"data.shards={mini_corpus}/train-*.tar"
-    overrides = ["data.source=shards", shards, "regions.kind=segments", "train.wandb=photos"]
+    overrides = ["data.source=shards", shards, "data.trees=sidecars", "regions.kind=segments", "train.wandb=photos"]
     text = said(tiny(tmp_path, *overrides), tmp_path / "run")
     for kind in ("trees", "regions"):
         assert f"{kind}: MISSING: data.sidecars: no shard has its {kind} beside them" in text
         assert f"`powerclip annotate {kind} '{mini_corpus}/train-*.tar'`" in text
     assert "train.wandb: MISSING: the package wandb is not installed: pip install 'powerclip[wandb]'" in text
+    parsed = said(tiny(tmp_path, "data.source=shards", shards), tmp_path / "run")
+    assert "trees: sidecars where there are some, the embedded parser for the rest" in parsed
     trees = ["data.source=corpus", shards, f"data.trees={mini_corpus}/trees.tsv"]
     assert f"trees: {mini_corpus}/trees.tsv" in said(tiny(tmp_path, *trees), tmp_path / "run")
+
+
+def test_missing_weights_are_found_and_what_is_trained_is_told(tmp_path):
+    recipe = tiny(tmp_path, f"model.pretrained={tmp_path}/nowhere.safetensors", "train.freeze=image", "train.lora=2")
+    text = said(recipe, tmp_path / "run")
+    assert f"model.pretrained: MISSING: the model config: no weights file {tmp_path}/nowhere.safetensors" in text
+    assert "of them (freeze image, LoRA of rank 2)" in text
 
 
 def test_what_the_folder_holds_is_told(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 from tiny_run import tiny
@@ -66,7 +67,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
         runs.append(FakeRun(**options))
         return runs[-1]
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=ModuleSpec("wandb", None)))
     return runs
 
 

@@ -183,10 +183,8 @@ def test_the_cc12m_recipes_are_the_papers_run_and_differ_in_their_method_alone()
 
 
 def test_the_fine_tuning_recipe_takes_any_model_and_weights():
-    recipe = load_recipe(
-        "finetune", ["model.name=ViT-L-14", "model.pretrained=openai", "train.steps=10", "optim.warmup=0"]
-    )
-    assert (recipe.model.name, recipe.model.pretrained, recipe.train.steps) == ("ViT-L-14", "openai", 10)
+    recipe = load_recipe("finetune", ["data.table=mine.csv", "model.pretrained=ViT-L-14/openai", "train.steps=10"])
+    assert (recipe.model.pretrained, recipe.data.table, recipe.train.steps) == ("ViT-L-14/openai", "mine.csv", 10)
     assert recipe.objective == "powerclip"
 
 

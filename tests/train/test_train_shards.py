@@ -37,7 +37,13 @@ def shards(tmp_path_factory) -> Path:
 
 
 def settings(folder: Path, *more: str) -> list[str]:
-    return ["data.source=shards", f"data.shards={folder}/{{00000..00001}}.tar", "data.max_bad=0.2", *more]
+    return [
+        "data.source=shards",
+        f"data.shards={folder}/{{00000..00001}}.tar",
+        "data.max_bad=0.2",
+        "data.trees=sidecars",
+        *more,
+    ]
 
 
 def test_a_recipe_of_shards_makes_their_loader(tmp_path, shards):
@@ -62,7 +68,7 @@ def test_only_powerclip_reads_annotations(tmp_path, shards):
 
 def test_shards_without_any_tree_are_refused_unless_the_recipe_says_flat(tmp_path):
     write_samples(tmp_path / "bare", [5, 5])
-    base = settings(tmp_path / "bare", "train.steps=2")
+    base = settings(tmp_path / "bare", "train.steps=2", "data.trees=sidecars")
     with pytest.raises(
         UserError, match=r"no shard has its trees beside them .*annotate trees '.*bare/.*data.trees: flat"
     ):

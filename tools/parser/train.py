@@ -1,6 +1,7 @@
 """Train the embedded parser.
 
     python tools/parser/train.py --treebank data/treebank --silver data/trees.tsv.gz -o runs/parser
+    python tools/parser/train.py --treebank data/treebank --silver data/trees.tsv.gz --learn-from coco- -o runs/open
     python tools/parser/train.py --treebank data/treebank -o runs/try --early 0 --late 2
 
 A conditional random field over trees: the score of the gold tree against the log-sum over all trees of the sentence.
@@ -243,7 +244,7 @@ class Material:
 
 def train(material: Material, output: Path, settings: Settings, device: torch.device, test: bool) -> dict[str, object]:
     """Train, write `parser.safetensors` and `card.json` into `output`, and give what the card says."""
-    sources = json.loads(material.sources.read_text(encoding="utf-8")) if material.sources else {}
+    sources = _read_sources(material.sources) if material.sources else {}
     gold = read_treebank(material.treebank)
     captions: dict[str, list[Sentence]] = {"train": [], "test": []}
     if material.silver:
@@ -293,8 +294,18 @@ def train(material: Material, output: Path, settings: Settings, device: torch.de
     if test:
         card["test"] = evaluate(final, gold["test"]).summary()
         card["test_by_genre"] = {name: score.summary() for name, score in by_genre(final, gold["test"]).items()}
-    write_atomic(output / "card.json", (json.dumps(card, indent=1) + "\n").encode())
+    write_atomic(output / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
     return card
+
+
+def _read_sources(path: Path) -> dict[str, object]:
+    try:
+        sources = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--sources {path}: not a JSON file ({error})") from None
+    if not isinstance(sources, dict):
+        raise UserError(f"--sources {path}: a mapping such as tools/parser/sources.json should stand there")
+    return sources
 
 
 def _fresh(lexicon: Lexicon) -> Lexicon:

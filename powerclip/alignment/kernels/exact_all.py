@@ -1,6 +1,7 @@
-"""Exact scores of all pairs, forward only, in Triton: R2T over all 2^M sets of regions, T2R by its closed form.
+"""Exact scores of all pairs in Triton: R2T over all 2^M sets of regions, T2R by its closed form; also by cosine.
 
-Where all pairs are differentiated, `score.py` recomputes their gradient by the plain formulas.
+`exact_all_grad.py` has the gradient. By cosine each set's best sum is multiplied by the set's inverse length, which is
+the same for all nodes; T2R then has no closed form, and `best_sets.py` finds each node's best set.
 
 A thread owns one image and one caption. It keeps the best node's similarity for 2^7 sets at a time in registers. The
 sums of a node over the sets of five regions come from doubling, (s) → (s, s + q_m); with the four sets of two further
@@ -18,17 +19,24 @@ Axes: T nodes of all captions · B images · M regions · S captions · D width
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
+from powerclip.alignment.kernels.best_sets import best_sets
+from powerclip.alignment.kernels.set_sums import (
+    larger,
+    load_sets,
+    middle_sums,
+    set_sums,
+    sum_over_sets,
+)
 from powerclip.alignment.matmul import similarities
-from powerclip.alignment.ragged import Segments
+from powerclip.alignment.ragged import Segments, segment_mean
 from powerclip.alignment.recompute import whole_tiles
-from powerclip.alignment.regions import MOST_ENUMERATED
+from powerclip.alignment.regions import MOST_ENUMERATED, inverse_set_lengths
 
 # Four times 2^5 best similarities and 2^5 sums of the present node: 160 of the 255 registers that a thread may have.
 LOW_REGIONS, MIDDLE_REGIONS = 5, 2
@@ -46,46 +54,55 @@ def exact_all(regions: Tensor, nodes: Tensor, segments: Segments, config: Alignm
             f"the exact kernel enumerates the sets of at most {MOST_ENUMERATED} regions, not of {count}; "
             "take fewer regions or alignment.aggregation: nla"
         )
-    offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
-    blocks = regions.split(whole_tiles(BLOCK_ELEMENTS // (len(nodes) * count), TILE_IMAGES))
-    return torch.cat([_score_block(block, nodes, offsets, config) for block in blocks])
+    per_image = max(len(nodes) * count, 2**count if config.divides_by_lengths else 0)
+    blocks = regions.split(whole_tiles(BLOCK_ELEMENTS // per_image, TILE_IMAGES))
+    return torch.cat([_score_block(block, nodes, segments, config) for block in blocks])
 
 
-def _score_block(regions: Tensor, nodes: Tensor, offsets: Tensor, config: AlignmentConfig) -> Tensor:
+def _score_block(regions: Tensor, nodes: Tensor, segments: Segments, config: AlignmentConfig) -> Tensor:
     images, count, _ = regions.shape
     q = similarities(regions, nodes)
-    # No similarity is larger than the product of the longest vectors, and no sum than M times that.
-    longest = regions.norm(dim=-1).amax() * nodes.norm(dim=-1).amax()
-    scale = LARGEST_SUM / (count * longest.float()).clamp(min=1e-20)
-    captions = len(offsets) - 1
-    scores = torch.empty(captions, images, device=q.device)
     settings = KernelSettings.of(config, count)
+    inverse = inverse_set_lengths(regions.float()).T.contiguous() if config.divides_by_lengths else None
+    scores = torch.empty(len(segments), images, device=q.device)
     # Captions along the grid's first axis: only that one may be longer than 65,535.
-    _exact_scores[(captions, triton.cdiv(images, TILE_IMAGES))](
+    _exact_scores[(len(segments), triton.cdiv(images, TILE_IMAGES))](
         q,
-        offsets,
+        segments.offsets,
+        q if inverse is None else inverse,
         scores,
-        scale,
+        LARGEST_SUM / largest_sum(regions, nodes),
         images,
         settings.t2r_unit,
         # The empty set adds 0 to the sum over sets, so that leaving it out changes only their number.
         settings.r2t_unit / settings.sets,
-        **settings.switches,
+        **{**settings.switches, "T2R": config.t2r and inverse is None},
         M=count,
         LOW=min(count, LOW_REGIONS),
         MIDDLE=min(max(count - LOW_REGIONS, 0), MIDDLE_REGIONS),
         IMAGES=images if images % TILE_IMAGES == 0 else 0,
         FUSED=q.is_cuda,
+        LENGTHS=inverse is not None,
         TILE_B=TILE_IMAGES,
         num_warps=WARPS,
     )
+    if config.t2r and inverse is not None:
+        best, _ = best_sets(q, inverse, segments, config)
+        scores += segment_mean(best, segments)
     return scores.T
+
+
+def largest_sum(regions: Tensor, nodes: Tensor) -> Tensor:
+    """What no sum over a set exceeds: M times the product of the longest vectors."""
+    longest = regions.norm(dim=-1).amax() * nodes.norm(dim=-1).amax()
+    return (regions.shape[1] * longest.float()).clamp(min=1e-20)
 
 
 @triton.jit
 def _exact_scores(
     q,  # [T, M, B] float32
     offsets,  # [S+1] caption c owns nodes offsets[c] … offsets[c+1]-1
+    inverse,  # [2^M, B] float32: inverse lengths of the sets, where they count
     scores,  # [S, B] float32
     scale,  # [] float32: a similarity of 1 as a whole number
     images,
@@ -100,6 +117,7 @@ def _exact_scores(
     MIDDLE: tl.constexpr,
     IMAGES: tl.constexpr,
     FUSED: tl.constexpr,
+    LENGTHS: tl.constexpr,
     TILE_B: tl.constexpr,
 ):
     if IMAGES:  # known to the compiler where it is round, as in training
@@ -118,30 +136,39 @@ def _exact_scores(
     if R2T:
         one_unit = tl.load(scale)
         total = tl.zeros((TILE_B,), tl.float32)
+        nothing = tl.zeros((TILE_B,), tl.int32)
         for high in range(1 << (M - LOW - MIDDLE)):
             # The first node is taken out of the loop so that the maxima start in the layout of the sums.
             row = q + first * M * images + image
-            sums = _set_sums(row, images, valid, one_unit, high, M, LOW, MIDDLE, TILE_B)
-            one, two = _middle(row, images, valid, one_unit, LOW, MIDDLE, TILE_B)
+            sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, 0)
+            one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, 0, TILE_B)
             best, best_one, best_two, best_both = sums, sums + one, sums + two, sums + (one + two)
             for node in range(first + 1, end):
                 row = q + node * M * images + image
-                sums = _set_sums(row, images, valid, one_unit, high, M, LOW, MIDDLE, TILE_B)
+                sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, 0)
                 best = tl.maximum(best, sums)
-                one, two = _middle(row, images, valid, one_unit, LOW, MIDDLE, TILE_B)
+                one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, 0, TILE_B)
                 if MIDDLE >= 1:
-                    best_one = _larger(sums, one, best_one, FUSED)
+                    best_one = larger(sums, one, best_one, FUSED)
                 if MIDDLE == 2:
-                    best_two = _larger(sums, two, best_two, FUSED)
-                    best_both = _larger(sums, one + two, best_both, FUSED)
-            if MIDDLE >= 1:
-                best += best_one
-            if MIDDLE == 2:
-                best += best_two + best_both
-            sum_of_best = best.to(tl.float32)
-            for _ in tl.static_range(LOW):
-                sum_of_best = tl.sum(sum_of_best, 1)
-            total += sum_of_best
+                    best_two = larger(sums, two, best_two, FUSED)
+                    best_both = larger(sums, one + two, best_both, FUSED)
+            if LENGTHS:
+                # The same for all nodes: the best one by sums is the best one by cosine.
+                at = inverse + (high << (LOW + MIDDLE)) * images + image
+                of_sets = best * load_sets(at, images, valid, LOW)
+                if MIDDLE >= 1:
+                    of_sets += best_one * load_sets(at + (images << LOW), images, valid, LOW)
+                if MIDDLE == 2:
+                    of_sets += best_two * load_sets(at + (images << LOW) * 2, images, valid, LOW)
+                    of_sets += best_both * load_sets(at + (images << LOW) * 3, images, valid, LOW)
+                total += sum_over_sets(of_sets, LOW)
+            else:
+                if MIDDLE >= 1:
+                    best += best_one
+                if MIDDLE == 2:
+                    best += best_two + best_both
+                total += sum_over_sets(best.to(tl.float32), LOW)
         score += r2t_scale * total / one_unit
     tl.store(scores + caption * images + image, score, mask=valid)
 
@@ -158,57 +185,3 @@ def _best_set(q, stride, valid, M: tl.constexpr, EMPTY: tl.constexpr, SINGLE: tl
     if SINGLE:
         positive = tl.maximum(highest, 0.0)
     return positive if EMPTY else tl.where(highest > 0.0, positive, highest)
-
-
-@triton.jit
-def _set_sums(
-    q, stride, valid, unit, high, M: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr
-):
-    """Similarities [B, 2, …, 2] of one node with the sets of the first LOW regions, each joined with the set `high`."""
-    sums = tl.zeros((TILE_B,), tl.int32)
-    for region in tl.static_range(LOW + MIDDLE, M):
-        value = _whole(q + region * stride, valid, unit)
-        sums += tl.where((high >> (region - LOW - MIDDLE)) & 1 == 1, value, 0)
-    for region in tl.static_range(LOW):
-        value = _whole(q + region * stride, valid, unit)
-        for _ in tl.static_range(region):
-            value = tl.expand_dims(value, 1)
-        # A new axis for each region, never flattened: its two halves lie in one thread's registers and stay there.
-        sums = tl.join(sums, sums + value)
-    return sums
-
-
-@triton.jit
-def _middle(q, stride, valid, unit, LOW: tl.constexpr, MIDDLE: tl.constexpr, TILE_B: tl.constexpr):
-    """Similarities of one node with the one or two regions after the first LOW, as [B, 1, …, 1]; zero where none is."""
-    one = tl.zeros((TILE_B,), tl.int32)
-    two = tl.zeros((TILE_B,), tl.int32)
-    if MIDDLE >= 1:
-        one = _whole(q + LOW * stride, valid, unit)
-    if MIDDLE == 2:
-        two = _whole(q + (LOW + 1) * stride, valid, unit)
-    for _ in tl.static_range(LOW):
-        one = tl.expand_dims(one, 1)
-        two = tl.expand_dims(two, 1)
-    return one, two
-
-
-@triton.jit
-def _larger(sums, value, best, FUSED: tl.constexpr):
-    """max(sums + value, best). Side by side, the two become Hopper's one instruction for both."""
-    if FUSED:
-        return tl.inline_asm_elementwise(
-            "{ .reg .s32 sum; add.s32 sum, $1, $2; max.s32 $0, sum, $3; }",
-            "=r,r,r,r",
-            [sums, value, best],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.maximum(sums + value, best)
-
-
-@triton.jit
-def _whole(q, valid, unit):
-    """Similarities [B] as whole numbers."""
-    return (tl.load(q, mask=valid, other=0.0) * unit).to(tl.int32)

@@ -28,7 +28,7 @@ from torch import Tensor
 from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.powerset_sums import best_set, exp, log_powerset, set_weight, weight_unit
-from powerclip.alignment.matmul import by_region, halves, product, similarities, split_pair
+from powerclip.alignment.matmul import by_region, halves, input_gradients, product, similarities, split_pair
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.recompute import ScoreImpl, recompute, whole_tiles
 
@@ -101,21 +101,16 @@ def _input_gradients(
     # Float16 ends at 6e-8: in units of the largest gradient of a score, what ends there adds nothing.
     unit = gradient.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
     scaled = (gradient.float() / unit).T
-    node_high, node_low = halves(nodes)
+    node_halves = halves(nodes)
     region_high, region_low = (half.view(count, images, width) for half in halves(by_region(regions)))
     of_regions, of_nodes = [], torch.zeros(total, width, device=q.device)
     size = whole_tiles(BLOCK_ELEMENTS // (total * count), TILE_IMAGES)
     blocks = (q.split(size, 2), scaled.split(size, 1), region_high.split(size, 1), region_low.split(size, 1))
     for part, of_scores, high, low in zip(*blocks, strict=True):
-        # A row is the gradient of a node's similarities: rounded, and then what rounding lost.
         of_q = torch.empty(total, 2 * count * part.shape[2], dtype=torch.float16, device=q.device)
         _launch(_similarity_gradients, part, segments, config, of_scores.contiguous(), of_q)
-        half = of_q.shape[1] // 2
-        high, low = high.flatten(0, 1), low.flatten(0, 1)
-        of_nodes += product(of_q, torch.cat([high, high]))
-        of_nodes += product(of_q[:, :half], low)
-        of_block = product(of_q.T, node_high).unflatten(0, (2, half)).sum(0)
-        of_block += product(of_q[:, :half].T, node_low)
+        of_block, of_nodes_block = input_gradients(of_q, node_halves, (high.flatten(0, 1), low.flatten(0, 1)))
+        of_nodes += of_nodes_block
         of_regions.append(of_block.view(count, -1, width).transpose(0, 1))
     return (unit * torch.cat(of_regions)).to(regions.dtype), of_nodes.mul_(unit).to(nodes.dtype)
 

@@ -61,17 +61,33 @@ def _tint(rng: Random) -> float:
     return 0.18 * (rng.random() - 0.5)
 
 
-def draw_backgrounds(backgrounds: Sequence[Background], size: int) -> Tensor:
-    """[C, 3, H, W] float in about [0, 1], before lighting."""
-    near = torch.tensor([b.near for b in backgrounds])
-    far = torch.tensor([b.far for b in backgrounds])
-    phase = torch.tensor([b.phase for b in backgrounds])
-    angle = torch.tensor([b.angle for b in backgrounds])
-    across = ((torch.arange(size) + 0.5) / size - 0.5).expand(size, size)  # [H, W] x
+class PackedBackgrounds(NamedTuple):
+    """Backgrounds as numbers, for `draw_backgrounds` on any device."""
+
+    kind: Tensor  # [C] long, of KINDS
+    near: Tensor  # [C, 3]
+    far: Tensor  # [C, 3]
+    angle: Tensor  # [C]
+    phase: Tensor  # [C]
+    light: Tensor  # [C]
+
+
+def pack_backgrounds(backgrounds: Sequence[Background]) -> PackedBackgrounds:
+    """The numbers of backgrounds."""
+    return PackedBackgrounds(
+        torch.tensor([KINDS.index(b.kind) for b in backgrounds]),
+        *(torch.tensor([b[at] for b in backgrounds]) for at in range(1, len(Background._fields))),
+    )
+
+
+def draw_backgrounds(packed: PackedBackgrounds, size: int) -> Tensor:
+    """[C, 3, H, W] float in about [0, 1], before lighting, on the device of the numbers."""
+    near, far, phase, angle = packed.near, packed.far, packed.phase, packed.angle
+    across = ((torch.arange(size, device=near.device) + 0.5) / size - 0.5).expand(size, size)  # [H, W] x
     down = across.T
-    mix = torch.zeros(len(backgrounds), size, size)
-    for kind in KINDS[1:]:
-        rows = torch.tensor([k for k, b in enumerate(backgrounds) if b.kind == kind], dtype=torch.long)
+    mix = torch.zeros(len(near), size, size, device=near.device)
+    for number, kind in enumerate(KINDS[1:], 1):
+        rows = (packed.kind == number).nonzero()[:, 0]
         if len(rows):
             mix[rows] = _MIXES[kind](angle[rows], phase[rows], across, down)
     mix += 0.35 * (_noise(phase, size) - 0.5)
@@ -105,9 +121,9 @@ _MIXES = {"gradient": _gradient, "blobs": _blobs, "woven": _woven}
 
 def _noise(phase: Tensor, size: int) -> Tensor:
     """[C, H, W] in [0, 1): a hash of scene and pixel, in whole numbers so that every machine draws the same."""
-    row = torch.arange(size)
+    row = torch.arange(size, device=phase.device)
     start = (phase.double() * 2**30).long()
     # Kept to 32 bits: the products then stay below 2^63.
     value = ((row * 374761393)[:, None] + (row * 668265263) + start[:, None, None]) & 0xFFFFFFFF
     value = ((value ^ (value >> 13)) * 1274126177) & 0xFFFFFFFF
-    return ((value ^ (value >> 16)) & 0xFFFF).float() / 0x10000
+    return ((value ^ (value >> 16)) & 0xFFFF).to(phase.dtype) / 0x10000

@@ -254,7 +254,12 @@ def realise(plan: Plan) -> Caption:
     core, taken = _core(plan)
     if taken < len(plan.mentions):
         core = _add(plan, core, [_noun_phrase(plan, k) for k in range(taken, len(plan.mentions))])
-    if plan.wording.period:
+    return write(core, capital=plan.wording.capital, period=plan.wording.period)
+
+
+def write(core: Node, *, capital: bool, period: bool) -> Caption:
+    """A constituent as a caption."""
+    if period:
         # The mark joins the topmost phrase, as treebanks have it; an object's own noun phrase stays clear of it.
         inside = core.children if core.mention < 0 else (core,)
         core = _phrase(core.label, *inside, _PERIOD)
@@ -263,12 +268,12 @@ def realise(plan: Plan) -> Caption:
     spans: list[tuple[int, int, str, int]] = []
     length = 0
 
-    def write(node: Node) -> None:
+    def add(node: Node) -> None:
         nonlocal length
         if node.word:
             word = node.word
             if not text:
-                word = word.capitalize() if plan.wording.capital else word
+                word = word.capitalize() if capital else word
             elif word not in ",.:":
                 text.append(" ")
                 length += 1
@@ -280,10 +285,10 @@ def realise(plan: Plan) -> Caption:
         start = length + 1 if text else 0
         brackets.append(f"({node.label}")
         for child in node.children:
-            write(child)
+            add(child)
         brackets.append(")")
         if node.mention >= 0:
             spans.append((start, length, node.label, node.mention))
 
-    write(core)
+    add(core)
     return Caption("".join(text), " ".join(brackets).replace(" )", ")"), tuple(spans))

@@ -8,13 +8,14 @@ from functools import cached_property
 from random import Random
 
 from powerclip.data.scenes.background import Background, draw_background
+from powerclip.data.scenes.collective import COLLECTIVE_SPLITS, Collective, draw_alike, draw_collective
 from powerclip.data.scenes.grammar import Caption, Mention, Plan, Relation, Wording, realise
 from powerclip.data.scenes.layout import SceneObject, place_objects, place_of, relation_of
 from powerclip.data.scenes.vocabulary import HELD_OUT, SEEN_COLOURS, SHAPES, SIZE_WORDS, Box
 from powerclip.data.trees import Span, Tree, parse_bracketed
 from powerclip.errors import UserError, nearest
 
-SPLITS = ("train", "test", "zero_shot")
+SPLITS = ("train", "test", "zero_shot", *COLLECTIVE_SPLITS)
 
 _SHAPES = tuple(SHAPES)
 _COUNTS = (1, 2, 2, 2, 3, 3, 3, 4, 4)  # objects in an image
@@ -27,6 +28,9 @@ _SAY_COLOUR = 0.85
 _FORMS = ("noun", "noun", "is", "is", "relative", "fronted")
 
 
+_NO_PLAN = Plan("list", (), (), Wording(0, 0, 0, (0, 0), "noun", False, False, False))
+
+
 @dataclass(frozen=True)
 class Scene:
     """An image to be drawn (`render`) with a caption that is true of it."""
@@ -36,7 +40,8 @@ class Scene:
     index: int
     objects: tuple[SceneObject, ...]
     background: Background
-    plan: Plan
+    plan: Plan  # empty where the caption is a collective one
+    collective: Collective | None = None
 
     @property
     def key(self) -> str:
@@ -45,7 +50,7 @@ class Scene:
 
     @cached_property
     def _said(self) -> Caption:
-        return realise(self.plan)
+        return self.collective.said if self.collective else realise(self.plan)
 
     @property
     def caption(self) -> str:
@@ -69,11 +74,18 @@ class Scene:
         return self.objects[: len(self.plan.mentions)]
 
     @cached_property
-    def phrase_boxes(self) -> tuple[tuple[Span, Box], ...]:
-        """The span and the gold box of each noun phrase that names an object, in the order of the caption."""
+    def phrase_sets(self) -> tuple[tuple[Span, tuple[Box, ...]], ...]:
+        """The span and the gold boxes of each noun phrase that names one object or several, in the caption's order."""
+        sets = self.collective.sets if self.collective else [(k,) for k in range(len(self.mentioned))]
         return tuple(
-            (Span(start, end, label), self.mentioned[mention].box) for start, end, label, mention in self._said.mentions
+            (Span(start, end, label), tuple(self.objects[k].box for k in sets[mention]))
+            for start, end, label, mention in self._said.mentions
         )
+
+    @property
+    def phrase_boxes(self) -> tuple[tuple[Span, Box], ...]:
+        """The span and the gold box of each noun phrase that names one object, in the order of the caption."""
+        return tuple((span, boxes[0]) for span, boxes in self.phrase_sets if len(boxes) == 1)
 
 
 def generate(seed: int, index: int, split: str = "train") -> Scene:
@@ -81,6 +93,11 @@ def generate(seed: int, index: int, split: str = "train") -> Scene:
     if split not in SPLITS:
         raise UserError(f"scenes have no split {split!r}{nearest(split, list(SPLITS))}: use one of {', '.join(SPLITS)}")
     rng = Random(f"{seed}/{split}/{index}")
+    if split in COLLECTIVE_SPLITS:
+        looks = draw_alike(rng.choice((3, 4, 4)), _PATTERN_DRAW, rng)
+        things = place_objects(looks, rng)
+        caption = draw_collective(things, rng)
+        return Scene(seed, split, index, tuple(things), draw_background(things, rng), _NO_PLAN, caption)
     if split == "zero_shot":
         colour, shape = HELD_OUT[index % len(HELD_OUT)]
         looks = [(shape, colour, rng.choice(_PATTERN_DRAW))]

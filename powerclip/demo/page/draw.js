@@ -159,7 +159,7 @@ PC.draw = (() => {
     canvas.height = Math.round(image.naturalHeight * scale);
     const context = canvas.getContext("2d");
     // Lines and numbers keep their size on a small screen, where the canvas is shown smaller than it is.
-    const unit = (longest / 140) * Math.min(2.4, Math.max(1, 480 / Math.max(1, canvas.clientWidth)));
+    const unit = (longest / 140) * Math.min(1.9, Math.max(1, 400 / Math.max(1, canvas.clientWidth)));
     const { heatmap, limits, phrase, boxes, draft } = options;
     context.drawImage(heatmap ? grey(image) : image, 0, 0, canvas.width, canvas.height);
     if (grounding) {

@@ -11,10 +11,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from powerclip.alignment.kernels import exact_all, exact_pairs, nla_all, nla_pairs, pairs, split_halves
+from powerclip.alignment.kernels import (
+    best_sets,
+    exact_all,
+    exact_all_grad,
+    exact_pairs,
+    nla_all,
+    nla_pairs,
+    pairs,
+    split_halves,
+)
 
 WHOLE = "*i64", "offsets other_offsets image caption other order starts further extra"
-SINGLE = "*fp32", "regions nodes scores of_scores of_q similarities q scale sums vectors values"
+SINGLE = (
+    "*fp32",
+    "regions nodes scores of_scores of_q similarities q scale sums vectors values inverse of_inverse unit best",
+)
 HALF = "*fp16", "high low high_copy"
 FRACTION = "fp32", "tau t2r_unit r2t_unit mean_weight alpha log_sets set_unit t2r_scale r2t_scale"
 TYPES = {name: kind for kind, names in (WHOLE, SINGLE, HALF, FRACTION) for name in names.split()}
@@ -25,8 +37,22 @@ DENSE = {**SETTINGS, "M": 10, "IMAGES": 256, "STRIDE": 512, "FAST": True, "TILE_
 SMALL = {**DENSE, "IMAGES": 32, "STRIDE": 32, "TILE_B": nla_all.SMALL_TILE_IMAGES, "num_warps": 1}
 SUM = {"TILE_A": 32, "TILE_B": 16, "TILE_D": 64, "TOGETHER": pairs.TOGETHER, "PIECE": pairs.PIECE}
 HALVES = {"of_q": "*fp16"}
+BY_SUMS = {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True, "LENGTHS": False, "BITS": 5, "SLAB": 1}
+BY_COSINE = {**BY_SUMS, "MIDDLE": 1, "LENGTHS": True, "SLAB": exact_all_grad.SLAB}
+COUNTED = {"TILE_M": 16, "TILE_W": exact_all_grad.TILE_WORDS, "TILE_B": exact_all_grad.COUNTED_IMAGES}
+WON, WON_BY_COSINE = ({**HALVES, "winners": kind, "best_sets": "*i32"} for kind in ("*i32", "*i16"))
 KERNELS = [
-    (exact_all._exact_scores, {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True}, {}),
+    (best_sets._best_sets, BY_COSINE, {"numbers": "*i32"}),
+    (exact_all._exact_scores, BY_SUMS, {}),
+    (exact_all._exact_scores, {**BY_SUMS, "LENGTHS": True, "T2R": False}, {}),
+    (exact_all_grad._winners, BY_SUMS, {"winners": "*i32"}),
+    (exact_all_grad._winners, BY_COSINE, {"winners": "*i16"}),
+    (exact_all_grad._similarity_gradients, {**BY_SUMS, **COUNTED, "SLOTS": exact_all_grad.SLOTS}, WON),
+    (
+        exact_all_grad._similarity_gradients,
+        {**BY_COSINE, **COUNTED, "SLOTS": exact_all_grad.SLOTS_WITH_LENGTHS},
+        WON_BY_COSINE,
+    ),
     (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": exact_pairs.TILE_SETS}, {}),
     (exact_pairs._exact_of_pairs, {**PAIR, "M": 14, "TILE_S": exact_pairs.TILE_SETS}, {}),  # 16 tiles of sets
     (nla_all._scores, DENSE, {}),

@@ -1,0 +1,95 @@
+"""Phrases for several objects: gold sets are what the words say; and drawing does not depend on how it is done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from powerclip.data.scenes import generate, pack_scenes, render, render_packed, scene_batch
+from powerclip.data.scenes.layout import may_hold
+from powerclip.data.scenes.vocabulary import HELD_OUT
+
+NUMBERS = {"both": 2, "two": 2, "three": 3}
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return scene_batch(range(300), 0, "collective")
+
+
+def named(scene, boxes):
+    return [thing for thing in scene.objects if thing.box in boxes]
+
+
+def test_every_caption_has_a_phrase_for_several_objects_and_its_tree_holds_all_phrases(scenes):
+    for scene in scenes:
+        assert any(len(boxes) > 1 for _, boxes in scene.phrase_sets)
+        spans = {(node.start, node.end) for node in scene.tree.nodes}
+        for span, boxes in scene.phrase_sets:
+            assert len(set(boxes)) == len(boxes)
+            assert (span.start, span.end) in spans or len(scene.phrase_sets) == 1
+
+
+def test_counted_phrases_name_all_objects_of_that_look_and_no_other(scenes):
+    seen = set()
+    for scene in scenes:
+        for span, boxes in scene.phrase_sets:
+            words = scene.caption[span.start : span.end].lower().split()
+            if words[0] not in ("both", "the"):
+                continue
+            number = next(NUMBERS[word] for word in words if word in NUMBERS)
+            shape = words[-1].removesuffix("s") if words[-1] != "crosses" else "cross"
+            alike = [thing for thing in scene.objects if thing.shape == shape]
+            colours = {thing.colour for thing in alike} & set(words)
+            alike = [thing for thing in alike if not colours or thing.colour in colours]
+            assert len(boxes) == number
+            assert named(scene, boxes) == alike
+            seen.add((number, bool(colours)))
+    assert seen == {(2, False), (2, True), (3, False), (3, True)}
+
+
+def test_everything_on_a_side_is_what_plainly_lies_there(scenes):
+    sides = set()
+    for scene in scenes:
+        for span, boxes in scene.phrase_sets:
+            words = scene.caption[span.start : span.end].lower().split()
+            if words[0] != "everything":
+                continue
+            [target] = [thing for thing in scene.objects if [thing.colour, thing.shape] == words[-2:]]
+            for thing in scene.objects:
+                if thing is not target:
+                    assert may_hold(words[1], thing, target) == (thing.box in boxes)
+            sides.add(words[1])
+    assert sides == {"left", "right", "above", "below"}
+
+
+def test_combinations_that_are_kept_out_of_training_do_not_occur(scenes):
+    assert not {(thing.colour, thing.shape) for scene in scenes for thing in scene.objects} & set(HELD_OUT)
+
+
+def test_the_scenes_of_the_other_splits_are_those_of_before():
+    assert generate(0, 1).caption == "this picture shows a blue cross above a small purple star"
+    assert generate(0, 5, "collective").caption != generate(0, 5, "collective_test").caption
+
+
+@pytest.mark.parametrize("split", ["train", "collective"])
+def test_an_image_does_not_depend_on_its_batch(split):
+    scenes = scene_batch(range(24), 3, split)
+    whole = render(scenes, 48)
+    alone = torch.cat([render([scene], 48) for scene in scenes])
+    assert torch.equal(whole, alone)
+    assert torch.equal(render_packed(pack_scenes(scenes).to("cpu"), 48), whole)
+
+
+def test_other_rounding_changes_no_value_by_more_than_one_level():
+    """Devices round in the last digit; so does double precision."""
+    scenes = scene_batch(range(48), 4) + scene_batch(range(16), 4, "collective")
+    single = render(scenes, 64).int()
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = render(scenes, 64).int()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    difference = (single - double).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < 1e-3
