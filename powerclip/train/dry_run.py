@@ -142,7 +142,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
         how = [f"freeze {settings.freeze}"] * bool(settings.freeze) + [f"LoRA of rank {settings.lora}"] * bool(
             settings.lora
         )
-        yield "", f"trains {trained / 1e6:.2f} M of them ({', '.join(how)})"
+        yield "", f"trains {trained:,} of them ({', '.join(how)})"
     parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + parameters
     for text in describe_objective(recipe):
