@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from powerclip.data.captions import split_member
+from powerclip.data.columns import Columns
 from powerclip.data.keyed_random import key_of, permutation
 from powerclip.data.sidecar import Miss, read_trees, sidecar_path
 from powerclip.data.trees import Span, Tree, tree_from_spans
@@ -153,17 +154,17 @@ def _halves(size: int) -> Tensor:
     return torch.where(centres == 0, -1, (centres > 0).long())
 
 
-def read_grid(path: Path, seed: int = 0) -> GridPointing:
-    """Mosaics of the captioned images at `path`: tars, a folder of them, or a table of captions.
+def read_grid(path: Path, seed: int = 0, columns: Columns | None = None) -> GridPointing:
+    """Mosaics of the captioned images at `path`: tars, a folder of them, or a table, whose `columns` may be named.
 
     Trees come from the sidecars beside the tars; captions without one are parsed by the embedded parser.
 
     Raises:
         UserError: there are fewer than four images with captions, or none has a phrase that only it can mean.
     """
-    data = read_path(path)
+    data = read_path(path, columns=columns)
     if not isinstance(data, CaptionRetrieval):
-        raise UserError(f"--grid {path}: images with captions are expected (tars, a folder of tars, .csv)")
+        raise UserError(f"--grid {path}: images with captions are expected (tars, a table, a folder)")
     return make_grid(data, captions_with_trees(data), str(path), seed)
 
 

@@ -129,7 +129,7 @@ def jobs_for_paths(
     readers: list[tuple[Path, Callable[[Path], Task]]] = [(path, read_own) for path in paths]
     readers += [(path, read_boxes) for path in pointing]
     readers += [(path, partial(read_entities, images=images)) for path in grounding]
-    readers += [(path, read_grid) for path in grid]
+    readers += [(path, partial(read_grid, columns=columns)) for path in grid]
     # A user's own data never pass for a dataset of the paper.
     taken = {_file_name(name) for benchmark in BENCHMARKS for name in (benchmark.name, benchmark.key)}
     for path, read in readers:
@@ -141,8 +141,12 @@ def jobs_for_paths(
 
 def _scene_jobs(count: int, size: int) -> list[Job]:
     """The embedded scenes, drawn at the size that the model reads: their four tasks, and grounding with sets."""
-    tasks = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
-    return [Job(f"scenes {name}", f"scenes_{name}", lambda task=task: task, "scenes") for name, task in tasks.items()]
+    tasks: dict[str, Task] = scene_tasks(count, size) | {"grounding": scene_grounding(count, size)}
+
+    def found(task: Task) -> Task:
+        return task
+
+    return [Job(f"scenes {name}", f"scenes_{name}", partial(found, task), "scenes") for name, task in tasks.items()]
 
 
 def _read_path(path: Path, images: Sequence[Path], columns: Columns | None = None) -> Task:

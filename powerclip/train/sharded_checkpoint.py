@@ -7,7 +7,6 @@ format of a whole checkpoint, for the rest. A run continues from it on any numbe
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,25 +19,12 @@ from torch import Tensor, nn
 
 from powerclip.errors import UserError, first_line
 from powerclip.runtime import checkpoint_file
-from powerclip.runtime.checkpoint_file import BadCheckpoint
+from powerclip.runtime.checkpoint_file import RUN_FILE, BadCheckpoint, checkpoint_folders
 from powerclip.runtime.distributed import Ranks
 from powerclip.train import checkpoint
 
 if TYPE_CHECKING:
     from powerclip.train.state import TrainState
-
-RUN_FILE = "run.pt"
-_NAME = re.compile(r"step-(\d+)")
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """The sharded checkpoints in a folder, the oldest first. One without `run.pt` was never finished."""
-    by_step = [
-        (int(match[1]), path)
-        for path in folder.glob("step-*")
-        if (match := _NAME.fullmatch(path.name)) and (path / RUN_FILE).is_file()
-    ]
-    return [path for _, path in sorted(by_step)]
 
 
 def write(folder: Path, state: TrainState, also: Mapping[str, Any], keep: int, ranks: Ranks) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from powerclip.data.scenes import generate, pack_scenes, render, render_packed, scene_batch
+from powerclip.data.scenes import SPLITS, generate, pack_scenes, render, render_packed, scene_batch
+from powerclip.data.scenes.background import PackedBackgrounds
 from powerclip.data.scenes.layout import may_hold
 from powerclip.data.scenes.vocabulary import HELD_OUT
+from powerclip.data.trees import parse_bracketed
 
 NUMBERS = {"both": 2, "two": 2, "three": 3}
 
@@ -84,12 +86,20 @@ def test_an_image_does_not_depend_on_its_batch(split):
 def test_other_rounding_changes_no_value_by_more_than_one_level():
     """Devices round in the last digit; so does double precision."""
     scenes = scene_batch(range(48), 4) + scene_batch(range(16), 4, "collective")
-    single = render(scenes, 64).int()
+    packed = pack_scenes(scenes)
+    single = render_packed(packed, 64).int()
+    backgrounds = PackedBackgrounds(packed.backgrounds.kind, *(part.double() for part in packed.backgrounds[1:]))
     torch.set_default_dtype(torch.float64)
     try:
-        double = render(scenes, 64).int()
+        double = render_packed(packed._replace(backgrounds=backgrounds, place=packed.place.double()), 64).int()
     finally:
         torch.set_default_dtype(torch.float32)
     difference = (single - double).abs()
     assert difference.max() <= 1
     assert difference.float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_tree_is_that_of_the_brackets(split):
+    for scene in scene_batch(range(150), 5, split):
+        assert scene.tree == parse_bracketed(scene.brackets, scene.caption)

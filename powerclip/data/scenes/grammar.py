@@ -65,11 +65,15 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption, its bracketed tree, and for each object noun phrase (start, end, label, mention)."""
+    """A caption, its bracketed tree, and for each object noun phrase (start, end, label, mention).
+
+    `phrases` has (start, end, label) of every constituent, the higher ones first: the tree without its brackets.
+    """
 
     text: str
     brackets: str
     mentions: tuple[tuple[int, int, str, int], ...]
+    phrases: tuple[tuple[int, int, str], ...]
 
 
 def _words(*tagged: str) -> tuple[Node, ...]:
@@ -266,6 +270,7 @@ def write(core: Node, *, capital: bool, period: bool) -> Caption:
     text: list[str] = []
     brackets: list[str] = []
     spans: list[tuple[int, int, str, int]] = []
+    phrases: list[tuple[int, int, str]] = []
     length = 0
 
     def add(node: Node) -> None:
@@ -284,11 +289,14 @@ def write(core: Node, *, capital: bool, period: bool) -> Caption:
         # The separating space is written by the first word below, so the phrase starts one character later.
         start = length + 1 if text else 0
         brackets.append(f"({node.label}")
+        place = len(phrases)
+        phrases.append((0, 0, ""))  # keeps the place of a higher phrase before those inside
         for child in node.children:
             add(child)
         brackets.append(")")
+        phrases[place] = (start, length, node.label)
         if node.mention >= 0:
             spans.append((start, length, node.label, node.mention))
 
     add(core)
-    return Caption("".join(text), " ".join(brackets).replace(" )", ")"), tuple(spans))
+    return Caption("".join(text), " ".join(brackets).replace(" )", ")"), tuple(spans), tuple(phrases))

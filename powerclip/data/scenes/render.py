@@ -30,7 +30,7 @@ class PackedScenes(NamedTuple):
     """Scenes as numbers, all that drawing them needs. Slots that a scene does not fill hold zeros."""
 
     backgrounds: PackedBackgrounds
-    count: Tensor  # [C] objects
+    objects: Tensor  # [C] how many each has
     place: Tensor  # [C, slots, 3] x, y and radius
     look: Tensor  # [C, slots, 3] long: shape, colour and pattern
 
@@ -75,7 +75,7 @@ def render_packed(packed: PackedScenes, size: int) -> Tensor:
     canvas = draw_backgrounds(packed.backgrounds, size)
     # One layer an object slot: within a layer each scene has one window, so windows never collide.
     for slot in range(packed.place.shape[1]):
-        rows = (packed.count > slot).nonzero()[:, 0]
+        rows = (packed.objects > slot).nonzero()[:, 0]
         _paint(canvas, rows, packed.place[rows, slot], packed.look[rows, slot])
     light = packed.backgrounds.light
     return (canvas * (255 * light)[:, None, None, None]).round_().clamp_(0, 255).to(torch.uint8)

@@ -12,7 +12,7 @@ from powerclip.data.scenes.collective import COLLECTIVE_SPLITS, Collective, draw
 from powerclip.data.scenes.grammar import Caption, Mention, Plan, Relation, Wording, realise
 from powerclip.data.scenes.layout import SceneObject, place_objects, place_of, relation_of
 from powerclip.data.scenes.vocabulary import HELD_OUT, SEEN_COLOURS, SHAPES, SIZE_WORDS, Box
-from powerclip.data.trees import Span, Tree, parse_bracketed
+from powerclip.data.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError, nearest
 
 SPLITS = ("train", "test", "zero_shot", *COLLECTIVE_SPLITS)
@@ -65,7 +65,7 @@ class Scene:
     @cached_property
     def tree(self) -> Tree:
         """The caption's gold tree."""
-        return parse_bracketed(self.brackets, self.caption)
+        return tree_from_spans([Span(*phrase) for phrase in self._said.phrases], self.caption)
 
     @cached_property
     def mentioned(self) -> tuple[SceneObject, ...]:

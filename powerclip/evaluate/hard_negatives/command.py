@@ -71,7 +71,7 @@ def write_negatives(
 def _read(path: Path) -> CaptionRetrieval:
     captioned = read_path(path)
     if not isinstance(captioned, CaptionRetrieval):
-        raise UserError(f"{path}: images with captions are expected (tars, a folder of tars, .csv)")
+        raise UserError(f"{path}: images with captions are expected (tars, a table, a folder)")
     return captioned
 
 
