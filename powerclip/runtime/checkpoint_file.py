@@ -126,7 +126,8 @@ def read_sharded(path: Path) -> dict[str, Any]:
     Raises:
         BadCheckpoint: a part is missing, truncated, or not what torch.distributed.checkpoint writes.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     run = read(path / RUN_FILE)
     for name, size in run.get("files", {}).items():
