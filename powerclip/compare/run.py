@@ -33,7 +33,7 @@ from powerclip.errors import UserError
 from powerclip.report.curves_page import curves_page
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.lock import LOCK_FILE
+from powerclip.runtime.locks import LOCK_FILE
 from powerclip.runtime.progress import duration, print_line
 from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import describe

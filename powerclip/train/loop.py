@@ -22,7 +22,7 @@ from powerclip.errors import UserError
 from powerclip.objectives import Terms
 from powerclip.runtime.distributed import Ranks, choose_device, join_ranks
 from powerclip.runtime.environment import note_environment
-from powerclip.runtime.lock import FolderLock
+from powerclip.runtime.locks import FolderLock
 from powerclip.runtime.progress import Progress, duration
 from powerclip.runtime.signals import Preempted, Signals, StopRequest
 from powerclip.train import sharded_checkpoint

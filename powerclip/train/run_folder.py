@@ -10,7 +10,7 @@ from typing import Literal
 
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
-from powerclip.runtime.lock import LOCK_FILE, FolderLock
+from powerclip.runtime.locks import LOCK_FILE, FolderLock
 from powerclip.train.recipe import Recipe, differences, dump, parse_recipe
 
 

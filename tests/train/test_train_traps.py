@@ -16,7 +16,7 @@ import powerclip
 from powerclip import cli
 from powerclip.compare.run import copy_run
 from powerclip.errors import UserError
-from powerclip.runtime.lock import FolderLock
+from powerclip.runtime.locks import FolderLock
 from powerclip.train import memory
 from powerclip.train.loop import train
 from powerclip.train.run_folder import RunFolder
@@ -24,7 +24,7 @@ from powerclip.train.run_folder import RunFolder
 HOLD = """
 import sys
 from pathlib import Path
-from powerclip.runtime.lock import FolderLock
+from powerclip.runtime.locks import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
