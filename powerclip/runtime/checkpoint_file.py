@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,20 @@ class _ListReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def read_list(path: Path) -> Mapping[str, Any]:
+    """What a sharded checkpoint lists: name → shape and type. torch would unpickle the list, whatever it names."""
+    listed: Mapping[str, Any] = _ListReader(io.BytesIO((path / ".metadata").read_bytes())).load().state_dict_metadata
+    return listed
+
+
 def read_sharded(path: Path) -> dict[str, Any]:
     """What a sharded checkpoint holds apart from the optimiser: `run.pt`, and the whole weights as `encoder`.
 
     Raises:
         BadCheckpoint: a part is missing, truncated, or not what torch.distributed.checkpoint writes.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     run = read(path / RUN_FILE)
     for name, size in run.get("files", {}).items():
@@ -134,7 +142,7 @@ def read_sharded(path: Path) -> dict[str, Any]:
             raise BadCheckpoint(f"{path}: {name} is missing or truncated")
     prefix = "encoder."
     try:
-        listed = _ListReader(io.BytesIO((path / ".metadata").read_bytes())).load().state_dict_metadata
+        listed = read_list(path)
         weights: dict[str, Tensor] = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in listed.items()

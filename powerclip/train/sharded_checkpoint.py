@@ -51,6 +51,10 @@ def read(path: Path) -> dict[str, Any]:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             raise BadCheckpoint(f"{path}: {name} is missing or truncated")
+    try:
+        checkpoint_file.read_list(path)
+    except Exception as error:  # pickle fails in many ways
+        raise BadCheckpoint(f"{path}: .metadata is not what torch.distributed.checkpoint writes ({error})") from None
     return run
 
 
@@ -60,7 +64,7 @@ def load_parts(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer,
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(path)
-    saved: Any = reader.read_metadata().state_dict_metadata
+    saved = checkpoint_file.read_list(path)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments: dict[str, Tensor] = {}
     for key, entry in saved.items():
