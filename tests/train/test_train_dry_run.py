@@ -77,6 +77,11 @@ def test_missing_sidecars_and_packages_are_found(tmp_path, mini_corpus, monkeypa
         assert f"{kind}: MISSING: data.sidecars: no shard has its {kind} beside them" in text
         assert f"`powerclip annotate {kind} '{mini_corpus}/train-*.tar'`" in text
     assert "train.wandb: MISSING: the package wandb is not installed: pip install 'powerclip[wandb]'" in text
+    shutil.copytree(mini_corpus, tmp_path / "annotated")
+    (tmp_path / "annotated" / "train-000.trees.parquet").touch()
+    annotated = [f"data.shards={tmp_path}/annotated/train-*.tar", "data.trees=sidecars"]
+    told = said(tiny(tmp_path, "data.source=shards", *annotated), tmp_path / "run")
+    assert re.search(r"trees: 1 of \d+ sidecars beside the data", told)
     parsed = said(tiny(tmp_path, "data.source=shards", shards), tmp_path / "run")
     assert "trees: sidecars where there are some, the embedded parser for the rest" in parsed
     trees = ["data.source=corpus", shards, f"data.trees={mini_corpus}/trees.tsv"]
