@@ -200,7 +200,7 @@ def _read_records(path: Path, run: str) -> dict[str, dict[str, Any]]:
 def _digest(task: Task) -> str:
     """A hash of everything but the model that a score depends on."""
     total = hashlib.blake2b(type(task).__name__.encode(), digest_size=16)
-    for part in fields(task):
+    for part in fields(task):  # type: ignore[arg-type]  # all tasks are dataclasses
         value = getattr(task, part.name)
         if part.name == "images":
             with ThreadPoolExecutor() as pool:
