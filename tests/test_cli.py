@@ -68,7 +68,7 @@ def test_help_does_not_wait_for_torch(arguments):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "quickstart", "ground"])
+@pytest.mark.parametrize("command", ["train", "compare", "quickstart", "ground", "export", "push"])
 def test_each_command_shows_examples_that_call_it(command):
     shown = CliRunner().invoke(cli.app, [command, "--help"])
     assert shown.exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import itertools
 import json
@@ -25,6 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 PROJECTS = {"PIL": "pillow", "open_clip": "open_clip_torch", "skimage": "scikit-image", "yaml": "pyyaml"}
 INDIRECT = {"ftfy", "huggingface_hub", "regex", "timm", "triton"}  # used where open_clip or torch has brought them
+NEEDS_DATA = r"data/|data\.|\.csv|\.jpg"  # words of commands that read what the user has; tests/test_walk.py runs some
 
 # One process for everything: importing torch and open_clip anew for each command would take most of the time.
 RUN_README = """
@@ -92,7 +94,7 @@ def readme_commands() -> list[list[str]]:
     for block in re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
-            if words[:1] == ["powerclip"] and not any("data/" in word for word in words):
+            if words[:1] == ["powerclip"] and not any(re.search(NEEDS_DATA, word) for word in words):
                 dry = ["--dry-run"] if words[1] == "train" and "--dry-run" not in words else []
                 commands.append([*words[1:], *dry])
     table = re.findall(r"^\| `powerclip ([a-z]+)", README, re.MULTILINE)
@@ -143,11 +145,13 @@ def test_every_import_of_the_package_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     declared = {plain(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
-    imported = {
-        name
+    nodes = [
+        node
         for file in (ROOT / "powerclip").rglob("*.py")
-        for name in re.findall(r"^ *(?:import|from) ([A-Za-z_]\w*)[ .]", file.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
     others = {name for name in imported if name not in {*sys.stdlib_module_names, "powerclip", *INDIRECT}}
     assert not {name for name in others if plain(PROJECTS.get(name, name)) not in declared}
 

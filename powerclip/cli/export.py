@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from powerclip.cli.process import check_one_process, interruptible
+
+if TYPE_CHECKING:
+    from powerclip.export.towers import Precision as PrecisionName
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -129,6 +132,8 @@ def push(
         from powerclip.export.folder import CheckOptions
         from powerclip.export.push import PushOptions, push_model
 
-        precisions = [] if no_onnx else [one.value for one in dict.fromkeys(onnx or [Precision.fp32])]
+        precisions: list[PrecisionName] = []
+        if not no_onnx:
+            precisions = [one.value for one in dict.fromkeys(onnx or [Precision.fp32])]
         options = PushOptions(private, dry_run, precisions, check=CheckOptions(data))
         push_model(model, repo, options, confirm=lambda: yes or typer.confirm("send this?"))

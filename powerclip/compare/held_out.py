@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,8 @@ def _read_records(path: Path, run: str) -> dict[str, dict[str, Any]]:
 def _digest(task: Task) -> str:
     """A hash of everything but the model that a score depends on."""
     total = hashlib.blake2b(type(task).__name__.encode(), digest_size=16)
-    for part in fields(task):  # type: ignore[arg-type]  # all tasks are dataclasses
+    assert is_dataclass(task)  # as all tasks are
+    for part in fields(task):
         value = getattr(task, part.name)
         if part.name == "images":
             with ThreadPoolExecutor() as pool:

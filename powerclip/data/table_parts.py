@@ -71,6 +71,8 @@ class TableSet(ShardSet):
 
     def summary(self) -> str:
         """What was read of each table."""
+        if len(self.tables) == 1:
+            return self.tables[0].summary()
         return "; ".join(f"{table.path.name}: {table.summary()}" for table in self.tables)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,8 +98,12 @@ def serve(options: DemoOptions) -> None:
         print(f"{', '.join(model.name for model in engine.models)}: {address} (Ctrl-C stops it)", flush=True)
         if options.open_browser:
             webbrowser.open(address)
-        config = uvicorn.Config(make_app(engine, hosts=hosts), log_level="warning", timeout_graceful_shutdown=3)
-        uvicorn.Server(config).run(sockets=[bound])
+        config = uvicorn.Config(
+            make_app(engine, hosts=hosts), log_level="warning", timeout_graceful_shutdown=3, limit_concurrency=256
+        )
+        # Ctrl-C is how the page is closed, not an interruption.
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[bound])
     finally:
         bound.close()
 

@@ -42,7 +42,8 @@ from powerclip.evaluate.region_sets import AGGREGATIONS, MOST_REGIONS, SIMILARIT
 MOST_CHARACTERS = 500  # of a caption
 MOST_CAPTIONS, MOST_PICTURES = 6, 6  # of all pairs
 MOST_JSON = 64 * 2**10  # bytes of a question
-MOST_DECODING = 4  # uploads at work or waiting to be decoded
+MOST_UPLOADING = 4  # uploads on their way or being decoded
+UPLOAD_SECONDS = 60
 RETRY_SECONDS = 1
 
 # Scripts and styles from this server alone, nothing inline, no connection elsewhere.
@@ -135,7 +136,7 @@ class _Server:
     def __init__(self, engine: Engine, queue: ModelQueue) -> None:
         self.engine = engine
         self.queue = queue
-        self._decoding = 0
+        self._uploading = 0
 
     async def page(self, request: Request) -> Response:
         return Response(page_file("index.html"), media_type="text/html")
@@ -160,14 +161,18 @@ class _Server:
         return Response(content, media_type=media, headers={"Cache-Control": "private, max-age=3600"})
 
     async def upload(self, request: Request) -> Response:
-        content = await _body(request, MOST_BYTES, f"a picture may have {MOST_BYTES // 2**20} MB")
-        if self._decoding >= MOST_DECODING:
+        # Counted from its first byte on: so few are in memory at any time, and none may dawdle.
+        if self._uploading >= MOST_UPLOADING:
             raise Busy
-        self._decoding += 1
+        self._uploading += 1
         try:
+            async with asyncio.timeout(UPLOAD_SECONDS):
+                content = await _body(request, MOST_BYTES, f"a picture may have {MOST_BYTES // 2**20} MB")
             picture = await asyncio.to_thread(self.engine.pictures.upload, content)
+        except TimeoutError:
+            raise UserError(f"the upload took longer than {UPLOAD_SECONDS} seconds") from None
         finally:
-            self._decoding -= 1
+            self._uploading -= 1
         return _json(describe(picture))
 
     async def ground(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ Every command and every recipe names models this way:
 | `ViT-B-16`, `ViT-B-16/openai` | one of open_clip's, with random or with published weights |
 | `DIR`, `local-dir:DIR` | a folder in open_clip's layout |
 | `RUN` | a run: its final model or, where it was stopped, its newest good checkpoint |
-| `RUN/checkpoints/step-000100.pt` | one checkpoint of a run |
+| `RUN/checkpoints/step-000100.pt` | one checkpoint of a run, or a folder `step-000100` that ranks wrote in parts |
 | `DIR` | a `CLIPModel` of Hugging Face |
 | `hf-hub:ORG/NAME` | a model on the hub, of open_clip or a `CLIPModel` |
 """
@@ -32,7 +32,7 @@ from powerclip.encoders.models import Blueprint, assemble, check_config, named, 
 from powerclip.encoders.transforms import Preprocess, Tokenizer, preprocess_for, tokenizer_for
 from powerclip.encoders.weights import download, fit_weights, load_weights
 from powerclip.errors import UserError, first_line
-from powerclip.runtime.checkpoint_file import BadCheckpoint, checkpoints, is_checkpoint, read
+from powerclip.runtime.checkpoint_file import RUN_FILE, BadCheckpoint, by_step, is_checkpoint, read, read_sharded
 
 _LOCAL = "local-dir:"
 _HUB = "hf-hub:"
@@ -157,13 +157,15 @@ def _in_folder(folder: Path) -> Blueprint:
             return stored(place)
     if hugging_face.is_clip_model(folder):
         return hugging_face.read_clip_model(folder)
+    if (folder / RUN_FILE).is_file():
+        return _from_checkpoint(folder, read_sharded(folder))
     for place in (folder / "checkpoints", folder):
-        if files := checkpoints(place):
+        if files := by_step(place):
             return _newest_checkpoint(folder, files)
     state = "a run without a model yet" if (folder / "recipe.yaml").is_file() else "no model here"
     raise UserError(
         f"{folder}: {state}; looked for {CONFIG_FILE}, for config.json of a CLIPModel, and for model/{CONFIG_FILE} and "
-        "checkpoints/step-*.pt of a run"
+        "checkpoints/step-* of a run"
     )
 
 
@@ -172,7 +174,7 @@ def _newest_checkpoint(folder: Path, files: list[Path]) -> Blueprint:
     problems: list[str] = []
     for path in reversed(files):
         try:
-            blueprint = _from_checkpoint(path, read(path))
+            blueprint = _from_checkpoint(path, read_sharded(path) if path.is_dir() else read(path))
         except BadCheckpoint as error:
             problems.append(str(error))
             continue

@@ -87,7 +87,7 @@ class GroundingModel:
     def of(cls, loaded: tuple[DualEncoder, Preprocess, Tokenizer], name: str = "model") -> GroundingModel:
         """What `powerclip.load` returned, as one."""
         encoder, preprocess, tokenizer = loaded
-        return cls(name, encoder, preprocess, CaptionTokenizer(tokenizer))  # type: ignore[arg-type]
+        return cls(name, encoder, preprocess, CaptionTokenizer(tokenizer))
 
     @property
     def device(self) -> torch.device:
@@ -262,8 +262,8 @@ def see(model: GroundingModel, images: Sequence[Image.Image]) -> list[Seen]:
 def read(model: GroundingModel, captions: Sequence[str], trees: Sequence[Tree]) -> list[ReadCaption]:
     """Captions and the nodes of their trees as a model reads them, in one batch."""
     tokenized = [model.tokenizer.encode(caption) for caption in captions]
-    # Where each model stopped reading; a caption is cut behind its last token before the end token.
-    ends = [max((end for _, end in tokens.spans[1:-1]), default=0) for tokens in tokenized]
+    # Where the model stopped reading: behind the last token that stands for characters.
+    ends = [max((end for start, end in tokens.spans if end > start), default=0) for tokens in tokenized]
     kept = [
         tuple(node for node in tree.nodes if node.start < end) or tree.nodes[:1]
         for tree, end in zip(trees, ends, strict=True)

@@ -23,11 +23,12 @@ import torch
 
 from powerclip.data.captions import IMAGE_SUFFIXES, captions_in, split_member
 from powerclip.data.columns import Columns
-from powerclip.data.table import is_table, read_table
+from powerclip.data.table import NO_IMAGE, is_table, read_table
 from powerclip.data.tar_index import TarDamage, iter_members
 from powerclip.data.trees import shorten
 from powerclip.errors import UserError
 from powerclip.evaluate import imagenet
+from powerclip.evaluate.embedder import TOLERANCE
 from powerclip.evaluate.images import FileImages, TarImages, TarMember, find_images, image_source
 from powerclip.evaluate.metrics import KINDS
 from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Task
@@ -95,9 +96,16 @@ def read_captions(path: Path, columns: Columns | None = None) -> CaptionRetrieva
     """Retrieval from a table, or from a folder of images with their texts: what training reads of the same table.
 
     Raises:
-        UserError: it cannot be read, columns are in doubt, or no row can be used.
+        UserError: it cannot be read, columns are in doubt, no row can be used, or more than 0.1 % of the images are
+            not there.
     """
     table = read_table(path, columns)
+    missing = table.left_out.get(NO_IMAGE, 0)
+    if missing > TOLERANCE * (len(table) + missing):
+        raise UserError(
+            f"{path}: {missing:,} of {len(table) + missing:,} images are not there, the first {table.first[NO_IMAGE]}: "
+            "more than 0.1 %, restore them or remove their rows"
+        )
     captions = [table.texts(number) for number in range(len(table))]
     images = FileImages([table.file(number) for number in range(len(table))])
     return replace(_retrieval(images, captions), note="; ".join([table.note, *table.complaints()]))

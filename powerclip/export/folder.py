@@ -10,6 +10,7 @@ from typing import Literal
 from rich.console import Console
 
 from powerclip.encoders import DualEncoder, load
+from powerclip.encoders.text import reads_ahead
 from powerclip.encoders.transforms import Tokenizer
 from powerclip.errors import UserError
 from powerclip.export.card import describe_run, model_card
@@ -81,6 +82,12 @@ def export_model(
     parities: list[Parity] = []
     try:
         with draft_folder(target) as draft, Progress(f"export {format}", len(precisions), transient=True) as progress:
+            if reads_ahead(model.clip):
+                pad_id = model.config["text_cfg"].get("pad_id", 0)
+                progress.warn(
+                    f"the text tower reads its padding: pad input_ids to {model.context_length} tokens with id "
+                    f"{pad_id}, which transformers' CLIPTokenizer does not do by itself"
+                )
             for precision in precisions:
                 write_format(model, tokenizer, draft, format, precision, dense=dense)
                 if checker is not None and check is not None:

@@ -58,7 +58,7 @@ def _write_clip_tokenizer(model: DualEncoder, tokenizer: Any, folder: Path) -> N
     options = model.config["text_cfg"].get("tokenizer_kwargs")
     if options:
         raise UserError(f"text_cfg.tokenizer_kwargs ({', '.join(options)}) have no counterpart in a CLIPTokenizer")
-    from transformers import CLIPTokenizerFast
+    from transformers import CLIPTokenizerFast  # type: ignore[attr-defined]  # an alias in newer releases
 
     special = dict(zip((tokenizer.sot_token_id, tokenizer.eot_token_id), _SPECIAL, strict=True))
     vocabulary = {special.get(number, token): number for token, number in tokenizer.encoder.items()}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powerclip.encoders import DualEncoder
+from powerclip.encoders.text import reads_ahead
 from powerclip.errors import UserError
 from powerclip.export.towers import OUTPUTS, TEXT, VISION, Precision, TowerName, file_name, towers_to_trace, tracing
 
@@ -21,7 +22,10 @@ def write_pt2(model: DualEncoder, folder: Path, *, dense: bool, precision: Preci
     """
     if precision == "int8":
         raise UserError("--to pt2 has no int8: choose --precision fp32 or fp16, or --to onnx")
-    for tower in towers_to_trace(model, dense=dense, half=precision == "fp16"):
+    # A tower that reads ahead pads its captions and cuts its words again, which torch.export only does for lengths
+    # below the full one.
+    free_length = not reads_ahead(model.clip)
+    for tower in towers_to_trace(model, dense=dense, half=precision == "fp16", free_length=free_length):
         with tracing():
             program = torch.export.export(tower.module, (tower.example,), dynamic_shapes=(tower.dynamic,))
         # By way of memory: torch's own writer meets a full disk with a RuntimeError that does not say so.

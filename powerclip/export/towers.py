@@ -73,8 +73,13 @@ class TowerToTrace:
         return OUTPUTS[self.name] if self.module.dense else OUTPUTS[self.name][:1]
 
 
-def towers_to_trace(model: DualEncoder, *, dense: bool, half: bool = False) -> list[TowerToTrace]:
-    """Both towers of a copy of `model`, in evaluation mode on the CPU; `half` gives float16 weights."""
+def towers_to_trace(
+    model: DualEncoder, *, dense: bool, half: bool = False, free_length: bool = True
+) -> list[TowerToTrace]:
+    """Both towers of a copy of `model`, in evaluation mode on the CPU; `half` gives float16 weights.
+
+    Without `free_length` captions have the full context length.
+    """
     from powerclip.encoders.self_attention import use_packed_attention
 
     model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
@@ -83,16 +88,12 @@ def towers_to_trace(model: DualEncoder, *, dense: bool, half: bool = False) -> l
     model = model.half() if half else model.float()
     vision, text = _only(model, VISION), _only(model, TEXT)
     pixels = torch.zeros(_ROWS, 3, *model.image_size)
-    length = min(_LENGTH, model.context_length)
+    length = min(_LENGTH, model.context_length) if free_length else model.context_length
     tokens = torch.arange(_ROWS * length).reshape(_ROWS, length) % 7  # any ids that every vocabulary has
+    text_axes = {0: Dim("batch")} | ({1: Dim("sequence", max=model.context_length)} if free_length else {})
     return [
         TowerToTrace(Tower(vision, VISION, dense).eval(), VISION, pixels, {0: Dim("batch")}),
-        TowerToTrace(
-            Tower(text, TEXT, dense).eval(),
-            TEXT,
-            tokens,
-            {0: Dim("batch"), 1: Dim("sequence", max=model.context_length)},
-        ),
+        TowerToTrace(Tower(text, TEXT, dense).eval(), TEXT, tokens, text_axes),
     ]
 
 

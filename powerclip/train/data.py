@@ -195,12 +195,12 @@ def corpus_trees(
     return None, ""
 
 
-def annotations(recipe: Recipe, shards: Sequence[Path]) -> Iterator[Input]:
+def annotation_inputs(recipe: Recipe, shards: Sequence[Path]) -> Iterator[Input]:
     """Where the trees and the regions of a run come from, or why they are missing; for data that are there."""
     data = recipe.data
     if recipe.reads_trees:
         yield _annotation("trees", lambda: _tree_source(recipe, shards))
-    if recipe.reads_masks:
+    if recipe.reads_masks and shards:
         yield _annotation("regions", lambda: _mask_source(shards, data))
 
 
@@ -234,8 +234,8 @@ def _mask_source(shards: Sequence[Path], data: DataSection) -> str:
 
 def _sidecars_found(shards: Sequence[Path], kind: Kind, data: DataSection) -> str:
     folder = sidecar_folder(data)
-    found = len(find_sidecars(shards, kind, folder))
-    return f"{found:,} of {len(shards):,} sidecars {f'in {folder}' if folder else 'beside the shards'}"
+    found = sum(sidecar_path(shard, kind, folder).exists() for shard in shards)
+    return f"{found:,} of {len(shards):,} sidecars {f'in {folder}' if folder else 'beside the data'}"
 
 
 def _check_sidecars(shards: Sequence[Path], kind: Kind, data: DataSection) -> None:

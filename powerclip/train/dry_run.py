@@ -21,8 +21,8 @@ from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.runtime.progress import duration, print_line
 from powerclip.train.communication import FAST, seconds, traffic
-from powerclip.train.data import annotations
-from powerclip.train.inputs import Input, inputs, samples_of
+from powerclip.train.data import annotation_inputs
+from powerclip.train.inputs import Input, inputs, samples_of, tables_of
 from powerclip.train.loop import train_step
 from powerclip.train.memory import (
     GIB,
@@ -142,7 +142,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
         how = [f"freeze {settings.freeze}"] * bool(settings.freeze) + [f"LoRA of rank {settings.lora}"] * bool(
             settings.lora
         )
-        yield "", f"trains {trained / 1e6:.2f} M of them ({', '.join(how)})"
+        yield "", f"trains {trained:,} of them ({', '.join(how)})"
     parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + parameters
     for text in describe_objective(recipe):
@@ -155,7 +155,9 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "optimiser", f"AdamW, {rate}, weight decay {optim.weight_decay:g}"
     yield "data", recipe.data.source
     shards = next((item.paths for item in files if item.setting == "data.shards"), ())
-    found = annotations(recipe, shards) if shards or recipe.data.source == "scenes" else ()
+    if tables := tables_of(recipe, files):
+        shards = tuple(tables.paths)
+    found = annotation_inputs(recipe, shards) if shards or recipe.data.source == "scenes" else ()
     for item in (*files, *found):
         yield "", f"{item.setting}: {f'MISSING: {item.problem}' if item.problem else item.summary}"
 

@@ -11,23 +11,21 @@ layer by layer. Hu et al., LoRA, ICLR 2022: the update of a matrix as a product 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from powerclip.encoders.text import text_tower
+from powerclip.encoders.text import text_blocks, text_tower
+from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
 from powerclip.train.recipe import TOWERS, TrainSection, parse_freeze
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
 
-# Where open_clip's own, timm's and Hugging Face's towers have their blocks.
-BLOCKS = ("transformer.resblocks", "trunk.blocks", "transformer.encoder.layer", "transformer.layers")
 # What comes after the blocks: final norms, poolings, projections.
 HEADS = frozenset({"ln_post", "ln_final", "norm", "fc_norm", "attn_pool", "pooler", "head", "proj", "text_projection"})
 PROJECTIONS = frozenset({"proj", "text_projection", "head"})
@@ -49,40 +47,24 @@ class Tower:
 def towers_of(encoder: DualEncoder) -> dict[str, Tower]:
     """Both towers of an encoder, under the names that `train.freeze` has for them."""
     clip = encoder.clip
-    text = text_tower(clip)
-    of_text = {
-        name: parameter
-        for name, parameter in text.named_parameters()
-        if not name.startswith(("visual.", "logit_"))  # open_clip's CLIP is its own text tower
-    }
     return {
-        "image": _tower(clip.visual, dict(clip.visual.named_parameters())),
-        "text": _tower(text, of_text),
+        "image": _tower(clip.visual.named_parameters(), image_blocks(clip.visual)),
+        "text": _tower(text_tower(clip).named_parameters(), text_blocks(clip)),
     }
 
 
-def _tower(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Tower:
-    path, blocks = _find_blocks(module)
+def _tower(parameters: Iterable[tuple[str, nn.Parameter]], blocks: Sequence[nn.Module]) -> Tower:
     tower = Tower(blocks=list(blocks))
-    for name, parameter in parameters.items():
-        if name.startswith(f"{path}."):
+    of_blocks = {p for block in blocks for p in block.parameters()}
+    for name, parameter in parameters:
+        # open_clip's CLIP is its own text tower, and holds the image tower and the scales too.
+        if parameter in of_blocks or name.startswith(("visual.", "logit_")):
             continue
         part = name.removeprefix("trunk.").removeprefix("transformer.").split(".")[0]
         (tower.head if part in HEADS else tower.embeddings).append(parameter)
         if part in PROJECTIONS:
             tower.projection.append(parameter)
     return tower
-
-
-def _find_blocks(module: nn.Module) -> tuple[str, nn.Module]:
-    for path in BLOCKS:
-        try:
-            return path, attrgetter(path)(module)
-        except AttributeError:
-            continue
-    raise UserError(
-        f"train.freeze, train.layer_decay and train.lora do not know the layers of a {type(module).__name__}"
-    )
 
 
 def prepare(encoder: DualEncoder, settings: TrainSection) -> None:

@@ -13,7 +13,7 @@ from powerclip.data.paths import expand_path, expand_pattern, user_cache
 from powerclip.data.remote import expand_urls, is_url
 from powerclip.data.shards import expand_shards, iter_names
 from powerclip.data.table import TABLE_SUFFIXES, is_table
-from powerclip.data.table_parts import open_tables
+from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
 from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
@@ -76,11 +76,17 @@ def samples_of(recipe: Recipe, files: list[Input]) -> int | None:
     """Pairs in an epoch, as the recipe says or as they were counted; None when neither is known."""
     if recipe.data.samples is not None:
         return recipe.data.samples
-    if recipe.data.source == "table" and not any(item.problem for item in files if item.setting == "data.table"):
-        assert recipe.data.table is not None  # DataSection checks it
-        columns = Columns.named(recipe.data.image, recipe.data.captions)
-        return open_tables(table_paths(recipe.data.table, "data.table"), columns).samples
+    if tables := tables_of(recipe, files):
+        return tables.samples
     return next((count_samples(item.paths) for item in files if item.setting == "data.shards" and item.paths), None)
+
+
+def tables_of(recipe: Recipe, files: list[Input]) -> TableSet | None:
+    """The tables of a recipe, dealt into parts; None when it names none, or none that is there."""
+    data = recipe.data
+    if data.source != "table" or data.table is None or any(f.problem for f in files if f.setting == "data.table"):
+        return None
+    return open_tables(table_paths(data.table, "data.table"), Columns.named(data.image, data.captions))
 
 
 def _find(setting: str, value: str | None, find: Callable[[str, str], Input]) -> Iterator[Input]:

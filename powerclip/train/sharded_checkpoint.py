@@ -7,7 +7,6 @@ format of a whole checkpoint, for the rest. A run continues from it on any numbe
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,25 +19,12 @@ from torch import Tensor, nn
 
 from powerclip.errors import UserError, first_line
 from powerclip.runtime import checkpoint_file
-from powerclip.runtime.checkpoint_file import BadCheckpoint
+from powerclip.runtime.checkpoint_file import RUN_FILE, BadCheckpoint, checkpoint_folders
 from powerclip.runtime.distributed import Ranks
 from powerclip.train import checkpoint
 
 if TYPE_CHECKING:
     from powerclip.train.state import TrainState
-
-RUN_FILE = "run.pt"
-_NAME = re.compile(r"step-(\d+)")
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """The sharded checkpoints in a folder, the oldest first. One without `run.pt` was never finished."""
-    by_step = [
-        (int(match[1]), path)
-        for path in folder.glob("step-*")
-        if (match := _NAME.fullmatch(path.name)) and (path / RUN_FILE).is_file()
-    ]
-    return [path for _, path in sorted(by_step)]
 
 
 def write(folder: Path, state: TrainState, also: Mapping[str, Any], keep: int, ranks: Ranks) -> Path:
@@ -65,6 +51,10 @@ def read(path: Path) -> dict[str, Any]:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             raise BadCheckpoint(f"{path}: {name} is missing or truncated")
+    try:
+        checkpoint_file.read_list(path)
+    except Exception as error:  # pickle fails in many ways
+        raise BadCheckpoint(f"{path}: .metadata is not what torch.distributed.checkpoint writes ({error})") from None
     return run
 
 
@@ -74,7 +64,7 @@ def load_parts(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer,
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(path)
-    saved: Any = reader.read_metadata().state_dict_metadata
+    saved = checkpoint_file.read_list(path)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments: dict[str, Tensor] = {}
     for key, entry in saved.items():

@@ -93,7 +93,8 @@ BY_TRITON = """
 import torch
 from alignment_examples import random_parts
 from powerclip.alignment import AlignmentConfig, alignment_loss
-for settings in ({}, {"negatives": "k", "k": 3}, {"aggregation": "exact"}, {"largest_set": 0, "negatives": "hardest"}):
+for settings in ({}, {"negatives": "k", "k": 3}, {"aggregation": "exact"}, {"largest_set": 0, "negatives": "hardest"},
+                 {"aggregation": "exact", "similarity": "cosine", "largest_set": 0, "negatives": "hardest"}):
     results = []
     for backend in ("reference", "triton"):
         parts = random_parts(5, 3, 16, seed=1, dtype=torch.float32)

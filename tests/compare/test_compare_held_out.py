@@ -28,7 +28,7 @@ settings:
   clip: {about: the baseline, objective: clip}
   heavy: {alignment: {weight: 3.0}}
 """
-WILD = "  wild: {optim: {lr: 1e30}, train: {max_skipped: 0}}\n"
+WILD = "  wild: {optim: {weight_decay: 1e36}, train: {max_skipped: 0}}\n"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from powerclip.errors import UserError
 STUDY = (
     "base: base.yaml\nsettings:\n  clip: {objective: clip}\n  heavy: {alignment: {weight: 3.0}}\n"
     "  twin: {alignment: {weight: 3.0}}\n"
-    "  diverges: {objective: clip, train: {max_skipped: 0}, optim: {lr: 1e30}}\n"
+    "  diverges: {objective: clip, train: {max_skipped: 0}, optim: {weight_decay: 1e36}}\n"
 )
 
 

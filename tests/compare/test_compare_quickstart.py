@@ -119,9 +119,9 @@ def test_a_run_that_fails_is_an_error_with_its_name(tmp_path, monkeypatch):
 
 
 def _diverging(folder: Path) -> list[Path]:
-    """The recipes, of which the second has an absurd learning rate."""
+    """The recipes, of which the second has an absurd weight decay."""
     written = []
-    for name, more in (("clip", ""), ("powerclip", "optim: {lr: 1.0e+30}\n")):
+    for name, more in (("clip", ""), ("powerclip", "optim: {weight_decay: 1.0e+36}\n")):
         base = BASE.replace("device: cpu", "device: cpu, max_skipped: 0")
         written.append(folder / f"{name}.yaml")
         written[-1].write_text(f"{base}\nobjective: {name}\n{more}")

@@ -98,7 +98,7 @@ def test_models_are_kept_when_asked_for(folder):
 def test_a_run_that_fails_is_noted_and_the_rest_goes_on(folder):
     (folder / "study.yaml").write_text(
         "base: base.yaml\nsettings:\n  clip: {objective: clip}\n"
-        "  wild: {optim: {lr: 1e30}, train: {max_skipped: 0}}\n  powerclip: {}"
+        "  wild: {optim: {weight_decay: 1e36}, train: {max_skipped: 0}}\n  powerclip: {}"
     )
     results, printed = run(read_study([str(folder / "study.yaml")]), folder / "out", [0])
     assert "training diverged" in results["wild"][0].reason

@@ -29,7 +29,7 @@ TWO = (
     "base: base.yaml\nsettings:\n  baseline: {objective: clip}\n  heavy: {alignment: {weight: 3.0}}\n"
     "  light: {alignment: {weight: 0.1}}\n"
 )
-WRONG = "base: base.yaml\nsettings: {clip: {objective: clip, train: {max_skipped: 0}, optim: {lr: 1e30}}}\n"
+WRONG = "base: base.yaml\nsettings: {clip: {objective: clip, train: {max_skipped: 0}, optim: {weight_decay: 1e36}}}\n"
 
 
 @pytest.fixture

@@ -148,6 +148,12 @@ def test_an_upload_is_known_by_its_hash_and_encoded_anew(client):
     assert ask(client, picture=first["id"]).status_code == 200
 
 
+def test_one_upload_too_many_is_busy(client, monkeypatch):
+    monkeypatch.setattr("powerclip.demo.server.MOST_UPLOADING", 0)
+    answer = client.post("/api/pictures", content=png())
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
 def test_the_page_may_load_nothing_from_elsewhere(client):
     page = client.get("/")
     policy = page.headers["content-security-policy"]

@@ -1,6 +1,7 @@
 """One way to name a model: names, folders, runs, checkpoints; and one line when there is none."""
 
 import logging
+import pickle
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from powerclip.encoders import build, load, save
 from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.runtime.checkpoint_file import checkpoints
-from powerclip.train import checkpoint
+from powerclip.runtime.distributed import SINGLE
+from powerclip.train import checkpoint, sharded_checkpoint
 from powerclip.train.loop import train
+from powerclip.train.state import start
 
 
 class Stop(Exception):
@@ -99,7 +102,7 @@ def test_a_checkpoint_of_an_earlier_version_is_explained(run):
 
 def test_what_is_no_model_is_explained_by_what_was_looked_for(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no model here; looked for open_clip_config.json.*checkpoints/step-\*.pt"):
+    with pytest.raises(UserError, match=r"no model here; looked for open_clip_config.json.*checkpoints/step-\*"):
         load(tmp_path / "empty")
     (tmp_path / "empty" / "recipe.yaml").write_text("")
     with pytest.raises(UserError, match="a run without a model yet"):
@@ -150,3 +153,31 @@ def test_resolving_reads_no_weights(tmp_path, caplog):
         assert resolve(str(tmp_path / "model")).config == tiny_config()
     with pytest.raises(UserError, match="not a readable weights file"):
         build(str(tmp_path / "model"))
+
+
+def test_a_checkpoint_that_was_written_in_parts_is_a_model_too(stopped_run, tmp_path):
+    state = start(tiny(tmp_path))
+    state.step = 7
+    folder = tmp_path / "run" / "checkpoints"
+    path = sharded_checkpoint.write(folder, state, {"guard": {}}, 2, SINGLE)
+    expected = state.encoder.clip.state_dict()
+    assert same(load(path)[0], expected)
+    shutil.copy(stopped_run[0] / "checkpoints" / "step-000004.pt", folder)
+    assert same(load(tmp_path / "run")[0], expected)  # step 7 is newer than the file of step 4
+    (part,) = path.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-9])
+    assert same(load(tmp_path / "run")[0], stopped_run[1][4])
+
+
+def test_a_list_of_parts_that_names_code_is_not_read(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "harm",))
+
+    state = start(tiny(tmp_path))
+    path = sharded_checkpoint.write(tmp_path / "run" / "checkpoints", state, {"guard": {}}, 2, SINGLE)
+    size = (path / ".metadata").stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(Harm()).ljust(size, b" "))
+    with pytest.raises(UserError, match="cannot be read as a sharded checkpoint"):
+        load(path)
+    assert not (tmp_path / "harm").exists()

@@ -88,6 +88,13 @@ def test_a_folder_of_images_with_their_texts_is_retrieval(tmp_path):
     assert (task.captions, task.image_of_caption.tolist()) == (["a cup", "a mug", "a plate"], [0, 0, 1])
 
 
+def test_a_table_whose_images_are_missing_is_no_dataset(tmp_path):
+    image(tmp_path / "a.png", 0)
+    (tmp_path / "t.csv").write_text("image,caption\na.png,a cup\ngone.png,a mug\n")
+    with pytest.raises(UserError, match=r"1 of 2 images are not there, the first .*gone\.png: more than 0\.1 %"):
+        read_path(tmp_path / "t.csv")
+
+
 def test_columns_that_the_command_names_are_read(tmp_path):
     image(tmp_path / "a.png", 0)
     (tmp_path / "t.csv").write_text("photo,title,text\na.png,a cup,a mug\n")

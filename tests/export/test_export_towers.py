@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessor
 
 from powerclip.data.scenes import render, test_scenes
-from powerclip.encoders import DualEncoder, load, tokenizer_for
+from powerclip.encoders import DualEncoder, load, save, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.export.check import difference
 from powerclip.export.folder import CheckOptions, export_model
 from powerclip.export.onnx import OnnxModel
-from powerclip.export.pt2 import Pt2Model, write_pt2
+from powerclip.export.pt2 import Pt2Model
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +136,19 @@ def test_the_folder_says_what_transformers_js_needs(onnx_folder):
     }
 
 
-def test_a_tower_that_reads_ahead_is_padded_inside_and_without_dense_there_are_only_global_embeddings(tmp_path):
+def test_a_tower_that_reads_ahead_takes_whole_captions_and_without_dense_there_are_only_global_embeddings(
+    tmp_path, capsys
+):
     model = tiny_model(no_causal_mask=True)
-    write_pt2(model, tmp_path, dense=False)
-    exported = Pt2Model(tmp_path)
+    export_model(save(model, tmp_path / "model"), "pt2", tmp_path / "out")
+    assert "pad input_ids to 40 tokens with id 0" in capsys.readouterr().out.replace("\n", " ")
+    exported = Pt2Model(tmp_path / "out")
     assert exported.run("vision_model", torch.zeros(2, 3, 32, 32)).keys() == {"image_embeds"}
-    for tokens in captions_of_lengths(5, model.context_length):
-        with torch.inference_mode():
-            expected = model.encode_text(tokens)
-        assert difference(exported.run("text_model", tokens)["text_embeds"], expected) < 1e-5
+    (tokens,) = captions_of_lengths(model.context_length)
+    tokens[0, 5:] = 0
+    with torch.inference_mode():
+        expected = model.encode_text(tokens)
+    assert difference(exported.run("text_model", tokens)["text_embeds"], expected) < 1e-5
 
 
 def test_int8_is_refused_where_there_is_none_before_a_model_is_loaded(tmp_path):

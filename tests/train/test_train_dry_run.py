@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tiny_run import tiny, write_tiny
 from typer.testing import CliRunner
 
 from powerclip import cli
+from powerclip.annotate.parsers import load_parser
+from powerclip.annotate.tree_annotator import TreeAnnotator
 from powerclip.errors import UserError
 from powerclip.train import dry_run as module
 from powerclip.train.dry_run import Burst, dry_run, measure
@@ -77,6 +80,11 @@ def test_missing_sidecars_and_packages_are_found(tmp_path, mini_corpus, monkeypa
     parsed = said(tiny(tmp_path, "data.source=shards", shards), tmp_path / "run")
     assert "trees: sidecars where there are some, the embedded parser for the rest" in parsed
     trees = ["data.source=corpus", shards, f"data.trees={mini_corpus}/trees.tsv"]
+    for tar in mini_corpus.glob("train-*.tar"):
+        shutil.copy(tar, tmp_path)
+    TreeAnnotator(load_parser("flat")).annotate(str(tmp_path / "train-000.tar"))
+    beside = said(tiny(tmp_path, "data.source=shards", f"data.shards={tmp_path}/train-*.tar"), tmp_path / "run")
+    assert "trees: 1 of 2 sidecars beside the data" in beside
     assert f"trees: {mini_corpus}/trees.tsv" in said(tiny(tmp_path, *trees), tmp_path / "run")
 
 

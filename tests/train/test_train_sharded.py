@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tiny_run import tiny, weights
 from torch import Tensor
 
 from powerclip.errors import UserError
+from powerclip.runtime.checkpoint_file import BadCheckpoint
 from powerclip.runtime.distributed import SINGLE
 from powerclip.train import sharded_checkpoint
 from powerclip.train.loop import train
@@ -119,6 +121,14 @@ def test_a_truncated_part_is_refused_and_the_checkpoint_before_it_is_used(tmp_pa
     (folder / "step-000005" / sharded_checkpoint.RUN_FILE).write_bytes(b"torn")
     with pytest.raises(UserError, match="no good checkpoint is left: start again with --overwrite"):
         sharded_checkpoint.newest_state(folder, told.append, SINGLE, required=True)
+
+
+def test_a_list_that_would_run_code_is_refused_before_torch_reads_it(tmp_path):
+    path = sharded_checkpoint.write(tmp_path / "checkpoints", start(tiny(tmp_path)), {"guard": {}}, 2, SINGLE)
+    listed, size = path / ".metadata", (path / ".metadata").stat().st_size
+    listed.write_bytes(pickle.dumps(Path).ljust(size, b"."))  # names a class that no list has
+    with pytest.raises(BadCheckpoint, match="it names pathlib"):
+        sharded_checkpoint.read(path)
 
 
 def test_settings_that_change_nothing_or_do_not_fit_are_refused(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_run import same_weights, tiny
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from powerclip.data.sidecar import read_info, read_trees
 from powerclip.data.table_parts import open_tables
 from powerclip.errors import UserError
 from powerclip.train import trees as run_trees
+from powerclip.train.dry_run import dry_run
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.trees import prepare_trees
@@ -125,6 +128,19 @@ def test_processes_that_start_together_parse_a_shard_once(tmp_path):
         states = [result.state for result in pool.map(lambda one: one.annotate(str(shard)), annotators)]
     assert sorted(states) == sorted([State.NEW, State.DONE])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000.tar", "00000.trees.parquet"]
+
+
+def test_a_dry_run_knows_the_trees_and_the_length_of_a_table(tmp_path):
+    table = write_table(tmp_path)
+    lines = {}
+    for trees in ("null", "sidecars"):
+        printed = io.StringIO()
+        recipe = tiny(tmp_path, *settings(table, "train.steps=6", f"data.trees={trees}"))
+        dry_run(recipe, tmp_path / "run", console=Console(file=printed, width=200))
+        lines[trees] = printed.getvalue()
+        assert "6 steps × 4 pairs = 24 pairs, 2 epochs of 12" in lines[trees]
+    assert "trees: sidecars where there are some, the embedded parser for the rest" in lines["null"]
+    assert "trees: MISSING: data.sidecars: no shard has its trees beside them" in lines["sidecars"]
 
 
 def test_tables_can_be_annotated_ahead(tmp_path):

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -123,7 +122,7 @@ def _launch(kernel: Any, q: Tensor, segments: Segments, config: AlignmentConfig,
     # Captions along the grid's first axis: only that one may be longer than 65,535.
     kernel[(len(segments), triton.cdiv(images, tile))](
         q,
-        F.pad(segments.lengths.cumsum(0), (1, 0)),
+        segments.offsets,
         *tensors,
         images,
         q.stride(1),

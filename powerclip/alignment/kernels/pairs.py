@@ -54,9 +54,8 @@ def run_pair_kernel(
     list can have its largest possible length, without a device sync for the number of its pairs. `arguments` and
     `switches` are the kernel's.
     """
-    offsets = F.pad(segments.lengths.cumsum(0), (1, 0))
     return _PairScores.apply(
-        kernel, regions.float(), nodes.float(), offsets, image, caption, segments.longest, arguments, switches
+        kernel, regions.float(), nodes.float(), segments.offsets, image, caption, segments.longest, arguments, switches
     )
 
 
