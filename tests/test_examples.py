@@ -41,7 +41,7 @@ def test_the_examples_of_a_module_run_as_printed(name):
 def test_every_loss_says_what_it_takes_what_it_raises_and_shows_an_example(loss: Callable[..., Any]):
     text = inspect.getdoc(loss)
     assert text is not None
-    assert all(section in text for section in ("Args:", "Raises:", "Example:", ">>> "))
+    assert all(section in text for section in ("Args:", "Raises:", "Examples:", ">>> "))
     paper = inspect.getdoc(inspect.getmodule(loss))
     assert paper is not None
     assert any(f"20{year}" in paper for year in range(20, 27))  # where it was published

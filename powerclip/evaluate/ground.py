@@ -1,8 +1,8 @@
 """Ground a caption in an image: where a model sees each phrase, and which set of regions fits it best.
 
-    >>> found = powerclip.ground("runs/quickstart/seed-0/powerclip/model", "scene.png", "a red star above a blue ring")
-    >>> for phrase in found.phrases:
-    ...     print(phrase.text, phrase.score, phrase.best)
+    found = powerclip.ground("runs/quickstart/seed-0/powerclip/model", "scene.png", "a red star above a blue ring")
+    for phrase in found.phrases:
+        print(phrase.text, phrase.score, phrase.best)
 
 The steps are functions of their own, for callers that keep their results (`powerclip demo`): `see` images, `read`
 captions, `region_masks`, `align`.

@@ -251,30 +251,17 @@ class Recipe:
 
 # Settings that may change when a run is resumed: they do not decide what it computes.
 FREE_ON_RESUME = frozenset(
-    {
-        "data.workers",
-        "data.strict",
-        "data.max_bad",
-        "data.cache",
-        "data.cache_size",
-        "train.device",
-        "train.log_every",
-        "train.checkpoint_every",
-        "train.checkpoint_minutes",
-        "train.max_skipped",
-        "train.wandb",
-        "train.keep",
-        "train.evaluate_every",
-        "train.save_model",
-        "train.accumulate",
-        "train.checkpoint_activations",
-        "train.checkpoint_format",
-        "train.sharding",
-        "train.shard_ranks",
-        "evaluation.retrieval",
-        "evaluation.composition",
-        "evaluation.scenes",
-    }
+    f"{section}.{key}"
+    for section, keys in {
+        "data": ("cache", "cache_size", "max_bad", "strict", "workers"),
+        "train": (
+            *("accumulate", "checkpoint_activations", "checkpoint_every", "checkpoint_format", "checkpoint_minutes"),
+            *("device", "evaluate_every", "keep", "log_every", "max_skipped", "save_model", "shard_ranks", "sharding"),
+            "wandb",
+        ),
+        "evaluation": ("composition", "retrieval", "scenes"),
+    }.items()
+    for key in keys
 )
 
 

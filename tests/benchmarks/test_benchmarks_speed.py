@@ -85,8 +85,8 @@ def test_rows_are_held_against_their_targets():
         size = replace(alignment.BASE, regions=regions)
         return alignment.judged(alignment.Row("M", what, "triton", "float32", size, ms=ms)).target
 
-    assert target("exact", 4.0) == "≤ 5 ms: met"
-    assert target("exact", 6.0) == "≤ 5 ms: missed"
+    assert target("exact", 3.4) == "≤ 3.5 ms: met"
+    assert target("exact", 3.6) == "≤ 3.5 ms: missed"
     assert target("exact", 80.0, regions=14) == "runs: met"
     assert target("exact", None, regions=14) == "runs: missed"
     assert target("nla", 1.0) == ""

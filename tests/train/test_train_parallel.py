@@ -182,11 +182,22 @@ def whole_run(tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 
 def assert_near(one: Path, other: Path) -> None:
-    """The same weights but for rounding, which Adam's first steps can blow up to the size of an update."""
+    """The same weights but for rounding, which Adam's first steps can blow up to the size of an update.
+
+    Biases of attention's keys are left out: a softmax does not see them, so their gradient is rounding alone.
+    """
     a, b = weights(one), weights(other)
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=5e-4)
+        first, second = (_without_key_bias(name, values[name]) for values in (a, b))
+        torch.testing.assert_close(first, second, rtol=0, atol=5e-4)
+
+
+def _without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
+    if not name.endswith("in_proj_bias"):
+        return value
+    queries, _, values = value.chunk(3)
+    return torch.cat([queries, values])
 
 
 def test_a_run_on_two_ranks_logs_and_scores_what_a_run_on_one_does(two_ranks, whole_run):
