@@ -151,6 +151,8 @@ class RemoteCache:
                 fetch(file, path)
             except OSError as error:
                 raise UserError(f"{file.url} cannot be fetched: {_line(error)}; --resume continues a run") from None
+            # Others may have fetched meanwhile into the room that was made.
+            self._make_room(file, there=path)
         return path
 
     def get_small(self, url: str, path: Path) -> bool:
@@ -178,11 +180,18 @@ class RemoteCache:
             return False
         return True
 
-    def _make_room(self, new: RemoteFile) -> None:
+    def _make_room(self, new: RemoteFile, there: Path | None = None) -> None:
+        """Remove the copies that were used longest ago until `new`, which may be `there` already, fits."""
+        with exclusive(self.folder / ".room.lock"):
+            self._remove_oldest(new, there)
+
+    def _remove_oldest(self, new: RemoteFile, there: Path | None) -> None:
         if new.size > self.limit:
             raise UserError(f"data.cache_size is {self.limit / 1e9:g} GB, but {new.url} alone has {new.size / 1e9:.2f}")
         copies = []
         for path in self.folder.glob("*/*.tar"):
+            if path == there:
+                continue
             with suppress(FileNotFoundError):  # another process has just removed it
                 status = path.stat()
                 copies.append((status.st_atime_ns, status.st_size, path))

@@ -152,7 +152,7 @@ def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path):
     os.close(lock._handle)  # as if this process had died
     FolderLock(tmp_path / "run").release()
     os.close(writer)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path):
