@@ -15,14 +15,14 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from powerclip.alignment.phrases import Phrases
 from powerclip.alignment.regions import boxes_of
 from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.keyed_random import Draw, keys_of
 from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker, box_draws
 from powerclip.data.pixels import Normaliser
+from powerclip.data.scene_captions import PackedCaptions, SceneCaptions
 from powerclip.data.scenes import PackedScenes, generate, pack_scenes, render_packed
-from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 
@@ -34,36 +34,33 @@ class _DrawnBatch:
     """A batch before its images are drawn."""
 
     scenes: PackedScenes
-    tokens: Tensor  # [C, L]
+    captions: PackedCaptions
     boxes: Tensor  # [4, C, M] uniform numbers
-    phrases: Phrases
     keys: list[str]
-    lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class _SceneDraw:
     """Draws batches by number; goes to the processes."""
 
-    spec: BatchSpec
-    tokenizer: CaptionTokenizer
-    rows: slice
-    split: str
+    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, rows: slice, collective: float) -> None:
+        self.spec, self.rows, self._collective = spec, rows, collective
+        self._captions = SceneCaptions(tokenizer, spec.nodes, spec.length_multiple)
 
     def __getitem__(self, step: int) -> _DrawnBatch:
         spec = self.spec
         numbers = range(step * spec.batch_size, (step + 1) * spec.batch_size)[self.rows]
-        scenes = [generate(spec.seed, number, self.split) for number in numbers]
-        captions = [self.tokenizer.encode(scene.caption) for scene in scenes]
-        tokens = self.tokenizer.pad([caption.ids for caption in captions], multiple=spec.length_multiple)
+        scenes = [generate(spec.seed, number, self._split(number)) for number in numbers]
         return _DrawnBatch(
             scenes=pack_scenes(scenes),
-            tokens=tokens,
+            captions=self._captions.pack(scenes),
             boxes=box_draws(keys_of(spec.augment_seed, np.array(numbers), Draw.BOXES), spec.regions),
-            phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], spec.nodes),
-            keys=[f"{self.split}-{spec.seed}-{number}" for number in numbers],
-            lengths=tuple(map(len, captions)),
+            keys=[f"{scene.split}-{scene.seed}-{scene.index}" for scene in scenes],
         )
+
+    def _split(self, number: int) -> str:
+        """The split of a scene: those of the share are spread evenly."""
+        share = self._collective
+        return "collective" if int((number + 1) * share) > int(number * share) else "train"
 
 
 class SceneLoader(BatchLoader):
@@ -73,16 +70,16 @@ class SceneLoader(BatchLoader):
         spec: the batches; scenes are square and shown whole.
         tokenizer: gives the tokens of a caption and their place in it.
         ranks: share each batch.
-        split: of the scenes, "train" or "collective".
+        collective: share of the scenes that are of split "collective" instead of "train".
     """
 
-    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, ranks: Ranks = SINGLE, split: str = "train"):
+    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, ranks: Ranks = SINGLE, collective: float = 0.0):
         super().__init__(spec, ranks)
         if spec.image_size[0] != spec.image_size[1]:
             size = "×".join(map(str, spec.image_size))
             raise UserError(f"data.source: scenes are square, and the model reads images of {size} pixels")
         self.tokenizer = tokenizer
-        self._draw = _SceneDraw(spec, tokenizer, self._rows, split)
+        self._draw = _SceneDraw(spec, tokenizer, self._rows, collective)
         self._normalise = Normaliser(spec.mean, spec.std, spec.device)
 
     def batch(self, step: int) -> Batch:
@@ -113,9 +110,9 @@ class SceneLoader(BatchLoader):
         images = render_packed(drawn.scenes.to(spec.device), spec.image_size[0]).float()
         return Batch(
             images=self._normalise(images),
-            tokens=drawn.tokens.to(spec.device),
-            regions=boxes_of(drawn.boxes, spec.grid, spec.largest_box).to(spec.device),
-            phrases=drawn.phrases.to(spec.device),
+            tokens=drawn.captions.tokens.to(spec.device),
+            regions=boxes_of(drawn.boxes.to(spec.device), spec.grid, spec.largest_box),
+            phrases=drawn.captions.phrases.to(spec.device),
             keys=drawn.keys,
-            lengths=drawn.lengths,
+            lengths=drawn.captions.lengths,
         )

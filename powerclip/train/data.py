@@ -56,7 +56,7 @@ def make_loader(
     tokenizer = _checked_tokenizer(encoder)
     cache = cache or DataCache()
     if recipe.data.source == "scenes":
-        return SceneLoader(spec, tokenizer, ranks, "collective" if recipe.data.collective else "train")
+        return SceneLoader(spec, tokenizer, ranks, recipe.data.collective)
     if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     return _corpus_loader(recipe, spec, tokenizer, cache, ranks)

@@ -75,7 +75,8 @@ class DataSection:
     window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
     # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
     workers: NonNegativeInt = 1
-    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
+    # of scenes: the share with phrases for several objects ("both stars"), true: all; then sets are evaluated too
+    collective: Share = 0.0
     strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
@@ -411,6 +412,9 @@ def _check(values: Any, where: str) -> dict[str, Any]:
     match values:
         case {"evaluation": {"scenes": bool(wanted)}}:
             values = {**values, "evaluation": {**values["evaluation"], "scenes": DEFAULT_SCENES if wanted else 0}}
+    match values:
+        case {"data": {"collective": bool(wanted)}}:
+            values = {**values, "data": {**values["data"], "collective": float(wanted)}}
     return check(values, Recipe, where)
 
 

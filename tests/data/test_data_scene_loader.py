@@ -110,3 +110,11 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
 def test_images_that_are_not_square_are_refused(tokenizer):
     with pytest.raises(UserError, match="scenes are square, and the model reads images of 32×64 pixels"):
         loader(tokenizer, image_size=(32, 64))
+
+
+def test_a_share_of_collective_captions_is_spread_over_the_batch(tokenizer):
+    spec = BatchSpec((32, 32), (4, 4), 8, seed=3)
+    keys = SceneLoader(spec, tokenizer, collective=0.25).batch(2).keys
+    assert [key.split("-")[0] for key in keys] == ["train", "train", "train", "collective"] * 2
+    assert keys[3] == "collective-3-19"
+    assert {key.split("-")[0] for key in SceneLoader(spec, tokenizer, collective=1.0).batch(2).keys} == {"collective"}

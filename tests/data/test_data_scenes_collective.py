@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from powerclip.data.scenes import SPLITS, generate, pack_scenes, render, render_packed, scene_batch
-from powerclip.data.scenes.background import PackedBackgrounds
 from powerclip.data.scenes.layout import may_hold
 from powerclip.data.scenes.vocabulary import HELD_OUT
 from powerclip.data.trees import parse_bracketed
@@ -83,20 +82,18 @@ def test_an_image_does_not_depend_on_its_batch(split):
     assert torch.equal(render_packed(pack_scenes(scenes).to("cpu"), 48), whole)
 
 
-def test_other_rounding_changes_no_value_by_more_than_one_level():
-    """Devices round in the last digit; so does double precision."""
-    scenes = scene_batch(range(48), 4) + scene_batch(range(16), 4, "collective")
-    packed = pack_scenes(scenes)
-    single = render_packed(packed, 64).int()
-    backgrounds = PackedBackgrounds(packed.backgrounds.kind, *(part.double() for part in packed.backgrounds[1:]))
-    torch.set_default_dtype(torch.float64)
-    try:
-        double = render_packed(packed._replace(backgrounds=backgrounds, place=packed.place.double()), 64).int()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    difference = (single - double).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
+@pytest.mark.parametrize("size", [16, 33, 64])
+def test_painting_in_layers_as_a_gpu_does_gives_the_same_pixels(size):
+    packed = pack_scenes(scene_batch(range(80), 4) + scene_batch(range(40), 4, "collective"))
+    assert torch.equal(render_packed(packed, size, in_layers=True), render_packed(packed, size, in_layers=False))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with a CPU")
+@pytest.mark.parametrize("size", [16, 64, 112])
+def test_a_gpu_draws_the_pixels_of_a_cpu(size):
+    packed = pack_scenes(scene_batch(range(1000), 4) + scene_batch(range(1000), 4, "collective"))
+    on_gpu = render_packed(packed.to("cuda"), size).cpu()
+    assert torch.equal(on_gpu, render_packed(packed, size))
 
 
 @pytest.mark.parametrize("split", SPLITS)

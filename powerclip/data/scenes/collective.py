@@ -8,10 +8,11 @@ alike here, and each caption has a phrase for several of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from powerclip.data.scenes.grammar import Caption, Node, write
+from powerclip.data.scenes.grammar import Caption, Node, with_period, write
 from powerclip.data.scenes.layout import SceneObject, may_hold
 from powerclip.data.scenes.vocabulary import SEEN_COLOURS, SHAPES
 
@@ -27,8 +28,14 @@ _TAGS = {"a": "DT", "this": "DT", "picture": "NN", "of": "IN", "shows": "VBZ"}
 class Collective(NamedTuple):
     """A caption of several phrases, each with the objects that it names."""
 
-    said: Caption
+    core: Node
+    capital: bool
     sets: tuple[tuple[int, ...], ...]  # numbers of objects, for each mention of the caption
+
+    @property
+    def said(self) -> Caption:
+        """The caption."""
+        return write(self.core, capital=self.capital)
 
 
 def draw_alike(count: int, patterns: Sequence[str], rng: Random) -> list[tuple[str, str, str]]:
@@ -66,9 +73,9 @@ def draw_collective(objects: Sequence[SceneObject], rng: Random) -> Collective:
     if opener:
         words = [Node(_TAGS[word], word) for word in opener[0].split()]
         core = Node("NP", "", (*words, core))
-    said = write(core, capital=rng.random() < 0.5, period=rng.random() < 0.4)
+    capital, period = rng.random() < 0.5, rng.random() < 0.4
     # Mentions come in the order of the caption, which is that of the phrases.
-    return Collective(said, tuple(which for _, which in phrases))
+    return Collective(with_period(core) if period else core, capital, tuple(which for _, which in phrases))
 
 
 _Phrase = tuple[Node, tuple[int, ...]]  # what is said, and of which objects
@@ -119,6 +126,7 @@ def _is_unique(objects: Sequence[SceneObject], number: int) -> bool:
     return sum((thing.shape, thing.colour) == look for thing in objects) == 1
 
 
+@cache
 def _noun(first: str, *words: str) -> Node:
     """A noun phrase: "the two red circles"."""
     tags = [("CD" if word in _NUMBERS.values() else "JJ", word) for word in words[:-1]]
