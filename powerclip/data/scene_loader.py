@@ -8,10 +8,13 @@ Axes: C pairs · M regions · N patches
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -63,6 +66,67 @@ class _SceneDraw:
         return "collective" if int((number + 1) * share) > int(number * share) else "train"
 
 
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, and lists them in `parts`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.parts: list[bytes] = []
+        self._size = 0
+
+    def persistent_id(self, value: object) -> tuple[int, torch.dtype, torch.Size] | None:
+        """Where in the joined parts a tensor lies."""
+        if not isinstance(value, Tensor):
+            return None
+        start, content = self._size, value.numpy().tobytes()
+        self.parts += [content, bytes(-len(content) % 8)]  # a tensor of eight bytes a number begins at a multiple of 8
+        self._size += len(content) + len(self.parts[-1])
+        return start, value.dtype, value.shape
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the tensors in again, as views of their joined bytes."""
+
+    def __init__(self, file: io.BytesIO, joined: Tensor) -> None:
+        super().__init__(file)
+        self._joined = joined
+
+    def persistent_load(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
+        """The tensor that lies there."""
+        start, dtype, shape = place
+        return self._joined[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class _SentDraw:
+    """Draws batches for processes to send: as two strings of bytes.
+
+    Torch would send each of the twenty tensors of a batch through a file in shared memory, and copy each to the device.
+    """
+
+    draw: _SceneDraw
+
+    def __getitem__(self, step: int) -> tuple[bytes, bytes]:
+        content = io.BytesIO()
+        pickler = _Pickler(content)
+        pickler.dump(self.draw[step])
+        return content.getvalue(), b"".join(pickler.parts)
+
+
+def _as_it_is(sent: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Torch would make a list of the tuple."""
+    return sent
+
+
+def _receive(sent: tuple[bytes, bytes], device: torch.device) -> _DrawnBatch:
+    """A batch that was sent, on the device: one copy, which does not wait for what the device is doing."""
+    content, joined = sent
+    buffer = torch.empty(len(joined), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer.numpy()[:] = np.frombuffer(joined, np.uint8)
+    drawn: _DrawnBatch = _Unpickler(io.BytesIO(content), buffer.to(device, non_blocking=True)).load()
+    return drawn
+
+
 class SceneLoader(BatchLoader):
     """Scenes of a run, each shown once: step s shows numbers s·C … (s+1)·C-1 of those of the seed.
 
@@ -91,16 +155,18 @@ class SceneLoader(BatchLoader):
         if self.spec.workers < 2:
             yield from super().stream(start, stop)
             return
-        loader: DataLoader[_DrawnBatch] = DataLoader(
-            self._draw,  # type: ignore[arg-type]
+        loader: DataLoader[tuple[bytes, bytes]] = DataLoader(
+            _SentDraw(self._draw),  # type: ignore[arg-type]
             sampler=range(start, stop),
             batch_size=None,
             num_workers=self.spec.workers,
             prefetch_factor=_PREFETCHED,
             worker_init_fn=begin_worker,
+            collate_fn=_as_it_is,
         )
         try:
-            yield from map(self._finish, loader)
+            for sent in loader:
+                yield self._finish(_receive(sent, self.spec.device))
         except (ConnectionError, EOFError):  # in the middle of a message
             raise UserError(WORKER_KILLED) from None
 

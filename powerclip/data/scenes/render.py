@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,7 +134,7 @@ def _figures(packed: PackedScenes, size: int, shapes: Sequence[int], only: int |
     counts = shapes if only is None else [count if k == only else 0 for k, count in enumerate(shapes)]
     parts = zip(SILHOUETTES.values(), u.split(counts), v.split(counts), strict=True)
     edge = torch.cat([silhouette(of_u, of_v) for silhouette, of_u, of_v in parts if len(of_u)] or [u * v])
-    colour = torch.tensor([*COLOURS.values()], device=device, dtype=place.dtype)[colour_number]  # [O, 3]
+    colour = _colours(device)[colour_number]  # [O, 3]
     second = _second_colour(colour)
     pixel = 1 / (radius * size)[:, None, None]  # a pixel's width in radii
     rim = ((edge + _RIM) / pixel + 0.5).clamp_(0, 1)
@@ -143,6 +144,12 @@ def _figures(packed: PackedScenes, size: int, shapes: Sequence[int], only: int |
     shade = (1.04 - 0.09 * (u + v)) * (1 - (1 - RIM_SHADE) * rim)  # lit from the upper left
     cover = (0.5 - edge / pixel).clamp_(0, 1)[:, None]
     return _Figures(scene, top, left, paint * shade[:, None], cover)
+
+
+@cache
+def _colours(device: torch.device) -> Tensor:
+    """[colours, 3] on the device; a copy for each batch would wait for it."""
+    return torch.tensor([*COLOURS.values()], device=device, dtype=torch.float64)
 
 
 def _paint_one_by_one(canvas: Tensor, figures: _Figures) -> None:
