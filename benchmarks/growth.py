@@ -95,7 +95,8 @@ def draw(curves: Curves, image: Path) -> None:
     any_run = next(iter(next(iter(curves.values())).values()))[0]
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(3, 6, figsize=(13, 6.4), sharex=True, layout="constrained")
-    for axis, (ability, (score, without)) in zip(axes.flat, ABILITIES.items(), strict=True):
+    *panels, legend = axes.flat
+    for axis, (ability, (score, without)) in zip(panels, ABILITIES.items(), strict=True):
         for method, by_count in curves.items():
             points = {
                 count: [100 * run[score] for run in runs if score in run]
@@ -108,7 +109,8 @@ def draw(curves: Curves, image: Path) -> None:
         if level is not None:
             axis.axhline(100 * level, color="black", lw=0.6, ls=":")
         axis.set(title=ability, xscale="log")
-    axes[0, 0].legend(frameon=False)
+    legend.axis("off")
+    legend.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="center")
     figure.supxlabel("pictures (dotted: without a model; for sets, all boxes)")
     figure.supylabel("%")
     figure.savefig(image, dpi=130)

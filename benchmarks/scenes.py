@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/scenes.py --workers 2 [--collective 0.5] [--device cuda] [--output scenes.json]
 
 Each part is timed alone on new scenes, in one process; the last rows are whole batches of the loader, made in turn and
-by worker processes ahead. On a CPU the parts are in seconds of the process, so other jobs on the machine count less. The
-batches of worker processes are timed by the clock, when all processes have begun, and so many that what they had made
-before hardly counts.
+by worker processes ahead. On a CPU the parts are in seconds of the process, so other jobs on the machine count less.
+The batches of worker processes are timed by the clock, when all processes have begun, and so many that what they had
+made before hardly counts.
 """
 
 from __future__ import annotations
