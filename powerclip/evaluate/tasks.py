@@ -417,8 +417,10 @@ class _SetChoice:
         self._grid = grid
         self._score = score
         self._phrases_of = game.phrases_of_images()
+        # All objects of an image, where they are known, else the boxes that its phrases name.
+        boxes = game.boxes if game.objects is None else game.objects
         self._regions = {
-            image: list(dict.fromkeys(box for phrase in phrases for box in game.boxes[phrase]))
+            image: list(dict.fromkeys(box for phrase in phrases for box in boxes[phrase]))
             for image, phrases in self._phrases_of.items()
         }
         self._chosen = {image for image, boxes in self._regions.items() if 1 < len(boxes) <= most_regions}
