@@ -25,6 +25,7 @@ _BLOBS = 6  # blobs across the frame
 # Least distance in RGB between the background and an object's colour, and between it and the object's shaded rim.
 _CONTRAST, _RIM_CONTRAST = 0.42, 0.36
 RIM_SHADE = 0.62  # the rim is this much of the object's brightness
+_RIMS = {colour: (RIM_SHADE * r, RIM_SHADE * g, RIM_SHADE * b) for colour, (r, g, b) in COLOURS.items()}
 
 Colour = tuple[float, float, float]
 
@@ -42,13 +43,13 @@ class Background(NamedTuple):
 
 def draw_background(objects: Sequence[SceneObject], rng: Random) -> Background:
     """A background from which the colours of these objects stand out."""
-    colours = [(COLOURS[thing.colour], _CONTRAST) for thing in objects]
-    colours += [((RIM_SHADE * r, RIM_SHADE * g, RIM_SHADE * b), _RIM_CONTRAST) for (r, g, b), _ in colours]
+    named = {thing.colour for thing in objects}
+    colours = [(COLOURS[colour], _CONTRAST) for colour in named] + [(_RIMS[colour], _RIM_CONTRAST) for colour in named]
     near, contrast = (0.5, 0.5, 0.5), 0.0
     for _ in range(20):
         grey = 0.22 + 0.66 * rng.random()
         tint = (grey + _tint(rng), grey + _tint(rng), grey + _tint(rng))
-        least = min(math.dist(tint, colour) / distance for colour, distance in colours)
+        least = min([math.dist(tint, colour) / distance for colour, distance in colours])
         if least > contrast:
             near, contrast = tint, least
         if contrast > 1:
