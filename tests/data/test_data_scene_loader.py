@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +109,40 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
     monkeypatch.setattr("powerclip.data.scene_loader.generate", broken)
     with pytest.raises(RuntimeError, match="no scene"):
         next(loader(tokenizer, workers=1).stream(0, 5))
+
+
+STREAM = """
+import multiprocessing, sys
+from powerclip.data.batch import BatchSpec
+from powerclip.data.scene_loader import SceneLoader
+from powerclip.data.tokens import CaptionTokenizer
+
+spec = BatchSpec((16, 16), (2, 2), 1000, workers=2)
+batches = SceneLoader(spec, CaptionTokenizer()).stream(0, 1000)
+next(batches)
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+sys.stdin.read()
+"""
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_worker_processes_end_with_a_process_that_is_killed_though_nobody_reads_their_batches():
+    with subprocess.Popen([sys.executable, "-c", STREAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stream:
+        workers = [int(number) for number in stream.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
+        stream.kill()
+    deadline = time.monotonic() + 120
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
 
 
 def test_images_that_are_not_square_are_refused(tokenizer):
