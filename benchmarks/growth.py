@@ -1,9 +1,9 @@
 """How abilities grow with the number of pictures: the table and the figure of `studies/growth-scenes.yaml`.
 
-    powerclip compare studies/growth-scenes.yaml --seeds 1 --processes 4
+    powerclip compare studies/growth-scenes.yaml data.cache=runs/drawn --seeds 1 --processes 4
     python benchmarks/growth.py runs/growth-scenes/results.json -o growth
 
-A setting is called by its method and its count ("clip 300k"). What is finished is shown; the files are `growth.md` and
+All runs see the same scenes: with data.cache they are drawn once, a kilobyte each. Several results are joined. A setting is called by its method and its count ("clip 300k"). What is finished is shown; the files are `growth.md` and
 `growth.png` in the folder of `-o`.
 """
 
@@ -44,11 +44,12 @@ Curves = dict[str, dict[int, list[dict[str, float]]]]  # method → number of pi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="the study's results.json")
+    parser.add_argument("results", type=Path, nargs="+", help="results.json of the study, or of parts of it")
     parser.add_argument("--output", "-o", type=Path, default=Path())
     given = parser.parse_args()
-    study = json.loads(given.results.read_text(encoding="utf-8"))
-    curves = read_curves(study)
+    studies = [json.loads(path.read_text(encoding="utf-8")) for path in given.results]
+    study = studies[0]
+    curves = read_curves({name: setting for one in studies for name, setting in one["settings"].items()})
     page = f"{growth_table(curves).markdown()}\n\nPercent; seeds {study['seeds']}; {study['machine']}.\n"
     print(page)
     given.output.mkdir(parents=True, exist_ok=True)
@@ -56,10 +57,10 @@ def main() -> None:
     draw(curves, given.output / "growth.png")
 
 
-def read_curves(study: Mapping[str, Any]) -> Curves:
+def read_curves(settings: Mapping[str, Any]) -> Curves:
     """The scores of finished runs, by method and number of pictures."""
     curves: Curves = {}
-    for name, setting in study["settings"].items():
+    for name, setting in settings.items():
         method, count, unit = _SETTING.fullmatch(name).groups()  # type: ignore[union-attr]
         runs = [run["scores"] for run in setting["runs"].values() if "scores" in run]
         if runs:

@@ -54,7 +54,7 @@ def begin_worker(_: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone. Torch looks too, but waits forever for a reader of what is still sent."""
+    """End this process when its parent is gone. Torch looks too, but then waits for a reader of what is still sent."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -8,13 +8,11 @@ Axes: C pairs · M regions · N patches
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -24,6 +22,7 @@ from powerclip.data.keyed_random import Draw, keys_of
 from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker, box_draws
 from powerclip.data.pixels import Normaliser
 from powerclip.data.scene_captions import PackedCaptions, SceneCaptions
+from powerclip.data.scene_store import BatchStore, pack, unpack
 from powerclip.data.scenes import PackedScenes, generate, pack_scenes, render_packed
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
@@ -47,6 +46,7 @@ class _SceneDraw:
 
     def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, rows: slice, collective: float) -> None:
         self.spec, self.rows, self._collective = spec, rows, collective
+        self._tokenizer = tokenizer
         self._captions = SceneCaptions(tokenizer, spec.nodes, spec.length_multiple)
 
     def __getitem__(self, step: int) -> _DrawnBatch:
@@ -60,71 +60,31 @@ class _SceneDraw:
             keys=[f"{scene.split}-{scene.seed}-{scene.index}" for scene in scenes],
         )
 
+    @property
+    def identity(self) -> str:
+        """Everything that decides what a batch of a number holds, before its images are drawn."""
+        spec, tokenizer = self.spec, self._tokenizer
+        drawn = (spec.seed, spec.augment_seed, spec.batch_size, self.rows, spec.regions, self._collective)
+        said = (tokenizer.name, tokenizer.context_length, tokenizer.splits_words, spec.nodes, spec.length_multiple)
+        return repr((drawn, said))
+
     def _split(self, number: int) -> str:
         """The split of a scene: those of the share are spread evenly."""
         share = self._collective
         return "collective" if int((number + 1) * share) > int(number * share) else "train"
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and lists them in `parts`."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.parts: list[bytes] = []
-        self._size = 0
-
-    def persistent_id(self, value: object) -> tuple[int, torch.dtype, torch.Size] | None:
-        """Where in the joined parts a tensor lies."""
-        if not isinstance(value, Tensor):
-            return None
-        start, content = self._size, value.numpy().tobytes()
-        self.parts += [content, bytes(-len(content) % 8)]  # a tensor of eight bytes a number begins at a multiple of 8
-        self._size += len(content) + len(self.parts[-1])
-        return start, value.dtype, value.shape
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts the tensors in again, as views of their joined bytes."""
-
-    def __init__(self, file: io.BytesIO, joined: Tensor) -> None:
-        super().__init__(file)
-        self._joined = joined
-
-    def persistent_load(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
-        """The tensor that lies there."""
-        start, dtype, shape = place
-        return self._joined[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
-
-
 @dataclass(frozen=True)
-class _SentDraw:
-    """Draws batches for processes to send: as two strings of bytes.
-
-    Torch would send each of the twenty tensors of a batch through a file in shared memory, and copy each to the device.
-    """
+class _PackedDraw:
+    """Draws batches as bytes, or reads those that are kept."""
 
     draw: _SceneDraw
+    store: BatchStore | None
 
-    def __getitem__(self, step: int) -> tuple[bytes, bytes]:
-        content = io.BytesIO()
-        pickler = _Pickler(content)
-        pickler.dump(self.draw[step])
-        return content.getvalue(), b"".join(pickler.parts)
-
-
-def _as_it_is(sent: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """Torch would make a list of the tuple."""
-    return sent
-
-
-def _receive(sent: tuple[bytes, bytes], device: torch.device) -> _DrawnBatch:
-    """A batch that was sent, on the device: one copy, which does not wait for what the device is doing."""
-    content, joined = sent
-    buffer = torch.empty(len(joined), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    buffer.numpy()[:] = np.frombuffer(joined, np.uint8)
-    drawn: _DrawnBatch = _Unpickler(io.BytesIO(content), buffer.to(device, non_blocking=True)).load()
-    return drawn
+    def __getitem__(self, step: int) -> bytes:
+        if self.store is None:
+            return pack(self.draw[step])
+        return self.store.get(step, lambda: pack(self.draw[step]))
 
 
 class SceneLoader(BatchLoader):
@@ -135,38 +95,47 @@ class SceneLoader(BatchLoader):
         tokenizer: gives the tokens of a caption and their place in it.
         ranks: share each batch.
         collective: share of the scenes that are of split "collective" instead of "train".
+        cache: a folder that keeps what is drawn, a kilobyte a scene, for other runs that want the same.
     """
 
-    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, ranks: Ranks = SINGLE, collective: float = 0.0):
+    def __init__(
+        self,
+        spec: BatchSpec,
+        tokenizer: CaptionTokenizer,
+        ranks: Ranks = SINGLE,
+        collective: float = 0.0,
+        cache: Path | None = None,
+    ):
         super().__init__(spec, ranks)
         if spec.image_size[0] != spec.image_size[1]:
             size = "×".join(map(str, spec.image_size))
             raise UserError(f"data.source: scenes are square, and the model reads images of {size} pixels")
         self.tokenizer = tokenizer
-        self._draw = _SceneDraw(spec, tokenizer, self._rows, collective)
+        draw = _SceneDraw(spec, tokenizer, self._rows, collective)
+        self._draw = _PackedDraw(draw, BatchStore(cache, draw.identity) if cache else None)
         self._normalise = Normaliser(spec.mean, spec.std, spec.device)
 
     def batch(self, step: int) -> Batch:
         """The batch that the update after `step` finished ones sees."""
-        return self._finish(self._draw[step])
+        drawn = self._draw.draw[step] if self._draw.store is None else unpack(self._draw[step], self.spec.device)
+        return self._finish(drawn)
 
     def stream(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches `start` … `stop`-1 in order; by processes where there is more than one worker."""
         if self.spec.workers < 2:
             yield from super().stream(start, stop)
             return
-        loader: DataLoader[tuple[bytes, bytes]] = DataLoader(
-            _SentDraw(self._draw),  # type: ignore[arg-type]
+        loader: DataLoader[bytes] = DataLoader(
+            self._draw,  # type: ignore[arg-type]
             sampler=range(start, stop),
             batch_size=None,
             num_workers=self.spec.workers,
             prefetch_factor=_PREFETCHED,
             worker_init_fn=begin_worker,
-            collate_fn=_as_it_is,
         )
         try:
-            for sent in loader:
-                yield self._finish(_receive(sent, self.spec.device))
+            for packed in loader:
+                yield self._finish(unpack(packed, self.spec.device))
         except (ConnectionError, EOFError):  # in the middle of a message
             raise UserError(WORKER_KILLED) from None
 

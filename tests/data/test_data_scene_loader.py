@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
@@ -109,6 +110,30 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
     monkeypatch.setattr("powerclip.data.scene_loader.generate", broken)
     with pytest.raises(RuntimeError, match="no scene"):
         next(loader(tokenizer, workers=1).stream(0, 5))
+
+
+def test_batches_are_kept_in_a_folder_for_runs_that_draw_the_same(tokenizer, tmp_path, monkeypatch):
+    spec = BatchSpec((32, 32), (4, 4), 6, regions=5, workers=2)
+    first = list(SceneLoader(spec, tokenizer, cache=tmp_path).stream(0, 4))
+    assert all(same(batch, loader(tokenizer).batch(step)) for step, batch in enumerate(first))
+    other = SceneLoader(BatchSpec((32, 32), (4, 4), 6, regions=5, seed=1), tokenizer, cache=tmp_path)
+    assert not same(other.batch(0), first[0])
+    assert not list(tmp_path.rglob("*.lock"))
+
+    monkeypatch.setattr("powerclip.data.scene_loader.generate", lambda *_: pytest.fail("drawn again"))
+    again = SceneLoader(spec, tokenizer, cache=tmp_path)
+    assert all(same(again.batch(step), batch) for step, batch in enumerate(first))
+    assert all(same(*pair) for pair in zip(again.stream(0, 4), first, strict=True))
+
+
+def test_nothing_but_batches_is_read_from_the_folder(tokenizer, tmp_path):
+    made = SceneLoader(BatchSpec((32, 32), (4, 4), 6), tokenizer, cache=tmp_path)
+    made.batch(0)
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    command = pickle.dumps(Path("/"))
+    kept.write_bytes(len(command).to_bytes(8, "little") + command)
+    with pytest.raises(pickle.UnpicklingError, match="no part of a batch"):
+        made.batch(0)
 
 
 STREAM = """

@@ -7,6 +7,7 @@ import torch
 
 from powerclip.data.scenes import SPLITS, generate, pack_scenes, render, render_packed, scene_batch
 from powerclip.data.scenes.layout import may_hold
+from powerclip.data.scenes.shapes import SILHOUETTES
 from powerclip.data.scenes.vocabulary import HELD_OUT
 from powerclip.data.trees import parse_bracketed
 
@@ -100,3 +101,18 @@ def test_a_gpu_draws_the_pixels_of_a_cpu(size):
 def test_the_tree_is_that_of_the_brackets(split):
     for scene in scene_batch(range(150), 5, split):
         assert scene.tree == parse_bracketed(scene.brackets, scene.caption)
+
+
+def test_all_is_drawn_in_double_precision(monkeypatch):
+    """Where single precision enters, devices disagree: a sum of whole numbers and a fraction is single by default."""
+    seen = []
+    for name, draw in SILHOUETTES.items():
+        monkeypatch.setitem(SILHOUETTES, name, lambda u, v, draw=draw: (seen.append((u, v)), draw(u, v))[1])
+    packed = pack_scenes(scene_batch(range(3), 4))
+    render_packed(packed, 112)
+    x, y, radius = packed.place.double().unbind(1)
+    u, v = torch.cat([u for u, _ in seen]), torch.cat([v for _, v in seen])
+    steps = torch.arange(112, dtype=torch.float64) + 0.5
+    for part, centre in ((u[:, 0], x), (v[:, :, 0], y)):
+        exact = (steps / 112 - centre[:, None]) / radius[:, None]  # of all columns, or lines
+        assert ((part[:, :, None] - exact[:, None]).abs().amin(-1) < 1e-12).all()

@@ -127,7 +127,7 @@ def _figures(packed: PackedScenes, size: int, shapes: Sequence[int], only: int |
     scene, colour_number, pattern = look.unbind(1)
     left = ((x * size).round().long() - window // 2).clamp_(0, size - window)  # [O]
     top = ((y * size).round().long() - window // 2).clamp_(0, size - window)
-    steps = torch.arange(window, device=device) + 0.5
+    steps = torch.arange(window, device=device, dtype=place.dtype) + 0.5
     u = (((left[:, None] + steps) / size - x[:, None]) / radius[:, None])[:, None, :]  # [O, 1, B]
     v = (((top[:, None] + steps) / size - y[:, None]) / radius[:, None])[:, :, None]  # [O, B, 1]
 
