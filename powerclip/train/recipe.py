@@ -68,7 +68,7 @@ class DataSection:
     # a corpus also a TSV file
     trees: str | None = None
     sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
-    cache: str | None = None  # folder for copies of remote shards, null: in the user's cache; of scenes: for what is drawn
+    cache: str | None = None  # folder of remote shards' copies, null: in the user's cache; of scenes: of what is drawn
     cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
