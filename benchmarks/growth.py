@@ -4,8 +4,8 @@
     python benchmarks/growth.py runs/growth-scenes/results.json -o growth
 
 All runs see the same scenes: with `data.cache` they are drawn once, a kilobyte each. Several results are joined. A
-setting is called by its method and its count ("clip 300k"). What is finished is shown, in `growth.md` and `growth.png` in
-the folder of `-o`.
+setting is called by its method and its count ("clip 300k"). What is finished is shown, in `growth.md` and `growth.png`
+in the folder of `-o`.
 """
 
 from __future__ import annotations
