@@ -30,6 +30,8 @@ SCENE_HEADLINES = {
     "zero-shot": "scenes/zero_shot/acc1",
     "composition": "scenes/composition/mean_kind_acc",
     "pointing": "scenes/pointing/pointing_words",
+    "swap": "scenes/grounding/swap_words_balanced",
+    "sets": "scenes/grounding/set_f1_words_several",
 }
 
 
