@@ -106,21 +106,27 @@ def main() -> None:
     study = read_study([given.study], [*given.overrides, "train.checkpoint_every=0"])
     study = study.only(given.only) if given.only else study
     seeds = list(range(given.seeds))
-    measure_study(study, data, given.output, seeds, given.processes)
-    compare_study(study, given.output, seeds, RunOptions(keep_models=True), ())
+    failures = measure_study(study, data, given.output, seeds, given.processes)
+    compare_study(study, given.output, seeds, RunOptions(keep_models=True), ())  # tries again what has failed
+    if failures:
+        measure_study(study, data, given.output, seeds, given.processes)
 
 
-def measure_study(study: Study, data: Data, output: Path, seeds: list[int], processes: int) -> Measured:
-    """Train and measure the runs of a study, `processes` at a time; print and write the table as they end."""
+def measure_study(study: Study, data: Data, output: Path, seeds: list[int], processes: int) -> int:
+    """Train and measure the runs of a study, `processes` at a time; print and write the table as they end.
+
+    Gives the number of those that failed.
+    """
     runs = [run for seed in seeds for run in [_untrained(study, output, seed), *study.runs(output, [seed])]]
     order = [UNTRAINED, *(setting.name for setting in study.settings)]
     measured: Measured = {name: {} for name in order}
-    began = time.monotonic()
+    failures, began = 0, time.monotonic()
     pool: ProcessPool[Run, str] = ProcessPool(partial(_load, data), processes, daemon=False)
     try:
         for run, failure in pool.run(runs, lambda: False, lambda run, message: None):
             head = f"[{time.monotonic() - began:.0f} s] {run.setting}, seed {run.seed}"
             if failure is None or failure:
+                failures += 1
                 print(f"{head}: failed: {failure or 'every process that tried it died'}", flush=True)
                 continue
             results = _results(run.folder)
@@ -131,7 +137,7 @@ def measure_study(study: Study, data: Data, output: Path, seeds: list[int], proc
             write_table(measured, output, seeds)
     finally:
         pool.close()
-    return measured
+    return failures
 
 
 def _untrained(study: Study, output: Path, seed: int) -> Run:
@@ -160,7 +166,7 @@ def _load(data: Data, number: int, count: int) -> WorkerFunction[Run, str]:
                 embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=corpora.pixels)
                 done = evaluate(embedder, jobs, _results(run.folder), model=str(run.folder.model), quiet=True)
                 return "; ".join([*done.failed.values(), *done.missing.values()])
-        except UserError as error:
+        except (UserError, torch.OutOfMemoryError) as error:
             return str(error)
         return ""
 
