@@ -41,6 +41,8 @@ MEASURES = (
     Measure("scenes/zero_shot/acc1", "scenes: zero-shot"),
     Measure("scenes/composition/mean_kind_acc", "scenes: composition"),
     Measure("scenes/pointing/pointing_words", "scenes: pointing"),
+    Measure("scenes/grounding/swap_words_balanced", "scenes: swap"),
+    Measure("scenes/grounding/set_f1_words_several", "scenes: sets"),
     Measure("violation", "violation", compared=False),
     Measure("empty", "empty", compared=False),
 )

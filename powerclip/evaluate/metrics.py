@@ -33,6 +33,7 @@ GROUPS = {
 # How well a set A of regions fits a phrase: the cosine of r_A (Eq. 1) with the phrase, the mean or the sum over A of q.
 SetScore = Literal["cosine", "mean", "sum"]
 _TIE = 1e-6  # scores of sets that are closer than float32 rounds are equal
+_BLOCK = 2_000  # boxes whose masks are made at once: 100 MB on a grid of 64 × 64
 
 
 # ---- retrieval -------------------------------------------------------------------------------------------------------
@@ -277,6 +278,21 @@ def box_masks(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     most.scatter_(1, shared.flatten(1).argmax(1, keepdim=True), True)
     is_between = ~inside.flatten(1).any(1)
     return torch.where(is_between[:, None, None], most.view_as(inside), inside)
+
+
+def union_masks(
+    boxes: Sequence[Sequence[tuple[float, float, float, float]]],
+    grid: tuple[int, int],
+    masks_of: Callable[[Tensor, tuple[int, int]], Tensor] = box_masks,
+) -> Tensor:
+    """The patches of all boxes of each phrase [T, rows, columns] bool, by the masks of single boxes."""
+    union = torch.zeros(len(boxes), *grid, dtype=torch.bool)
+    # The first boxes of all phrases at once, in blocks that bound the memory, then the second ones, …
+    for number in range(max(map(len, boxes), default=0)):
+        rows = torch.tensor([row for row, several in enumerate(boxes) if len(several) > number])
+        for block in rows.split(_BLOCK):
+            union[block] |= masks_of(torch.tensor([boxes[row][number] for row in block.tolist()]), grid)
+    return union
 
 
 def _overlaps(low: Tensor, high: Tensor, cells: int) -> Tensor:

@@ -24,7 +24,7 @@ from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
-from powerclip.train.inputs import Input, count_samples, existing_file, sidecar_folder
+from powerclip.train.inputs import Input, cache_folder, count_samples, existing_file, sidecar_folder
 from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
 from powerclip.train.trees import TreeFolder, check_trees
 
@@ -56,7 +56,8 @@ def make_loader(
     tokenizer = _checked_tokenizer(encoder)
     cache = cache or DataCache()
     if recipe.data.source == "scenes":
-        return SceneLoader(spec, tokenizer, ranks, "collective" if recipe.data.collective else "train")
+        kept = None if recipe.data.cache is None else cache_folder(recipe.data)
+        return SceneLoader(spec, tokenizer, ranks, recipe.data.collective, kept)
     if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     return _corpus_loader(recipe, spec, tokenizer, cache, ranks)

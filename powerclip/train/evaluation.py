@@ -13,7 +13,7 @@ from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import tokenizer_for
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.readers import read_caption_tars, read_captions, read_sugarcrepe
-from powerclip.evaluate.scenes import scene_tasks
+from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
@@ -30,6 +30,8 @@ SCENE_HEADLINES = {
     "zero-shot": "scenes/zero_shot/acc1",
     "composition": "scenes/composition/mean_kind_acc",
     "pointing": "scenes/pointing/pointing_words",
+    "swap": "scenes/grounding/swap_words_balanced",
+    "sets": "scenes/grounding/set_f1_words_several",
 }
 
 
@@ -94,6 +96,8 @@ def read_tasks(recipe: Recipe, encoder: DualEncoder, cache: DataCache) -> dict[s
         tasks["composition"] = cache.task(settings.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
     if settings.scenes:
         scenes = scene_tasks(settings.scenes, encoder.image_size[0])
+        if recipe.data.collective:
+            scenes["grounding"] = scene_grounding(settings.scenes, encoder.image_size[0])
         tasks |= {f"scenes/{name}": task for name, task in scenes.items()}
     return tasks
 

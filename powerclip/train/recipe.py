@@ -68,14 +68,14 @@ class DataSection:
     # a corpus also a TSV file
     trees: str | None = None
     sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
-    cache: str | None = None  # of remote shards: the folder of their copies; null: in the user's cache
+    cache: str | None = None  # folder of remote shards' copies, null: in the user's cache; of scenes: of what is drawn
     cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
     # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
     workers: NonNegativeInt = 1
-    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
+    collective: Share = 0.0  # of scenes: share with phrases for several objects ("both stars"); then sets are evaluated
     strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
@@ -411,6 +411,9 @@ def _check(values: Any, where: str) -> dict[str, Any]:
     match values:
         case {"evaluation": {"scenes": bool(wanted)}}:
             values = {**values, "evaluation": {**values["evaluation"], "scenes": DEFAULT_SCENES if wanted else 0}}
+    match values:
+        case {"data": {"collective": bool(wanted)}}:
+            values = {**values, "data": {**values["data"], "collective": float(wanted)}}
     return check(values, Recipe, where)
 
 
