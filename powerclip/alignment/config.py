@@ -110,6 +110,13 @@ class AlignmentConfig:
             raise ValueError(f"alignment.anneal needs negatives: k, which is what it lowers, not {self.negatives}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
+        if not self.mosaics and (self.mosaic_sets or self.mosaic_texts != "none"):
+            given = "mosaic_sets" if self.mosaic_sets else "mosaic_texts"
+            raise ValueError(
+                f"alignment.{given} is about mosaics: set alignment.mosaics to the share of images in them"
+            )
+        if self.mosaics and not self.parse_trees:
+            raise ValueError("alignment.mosaics is for phrases, and alignment.parse_trees: false has none")
         if self.similarity == "cosine" and self.aggregation == "nla" and self.region_sets:
             raise ValueError("alignment.similarity: cosine has no approximation: it needs aggregation: exact, not nla")
         if self.largest_set and self.t1 not in ("softplus", "relu"):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,14 @@ from torch.utils._pytree import register_dataclass
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.pooling import normalise
 from powerclip.alignment.regions import embed_regions, subset_matrix
+from powerclip.encoders.hf_text import is_hf_text
+from powerclip.encoders.text import text_tower
+from powerclip.encoders.vision import dropout_selector
+from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
+
+if TYPE_CHECKING:
+    from powerclip.encoders import DualEncoder
 
 SIDE = 2  # tiles in a row and in a column
 TILES = SIDE * SIDE
@@ -46,6 +54,27 @@ class MosaicFeatures:
 
 
 register_dataclass(MosaicFeatures)
+
+
+def check_towers(encoder: DualEncoder, config: AlignmentConfig) -> None:
+    """UserError when mosaics, or the texts for them, cannot go through these towers."""
+    if dropout_selector(encoder.clip.visual) is not None:
+        raise UserError("alignment.mosaics needs all patches of a tile: set vision_cfg.patch_dropout to 0")
+    if min(encoder.grid) < SIDE:
+        raise UserError(f"alignment.mosaics needs a grid of {SIDE} × {SIDE} patches or more, not {encoder.grid}")
+    if config.mosaic_texts != "none" and is_hf_text(text_tower(encoder.clip)):
+        raise UserError(f"alignment.mosaic_texts: {config.mosaic_texts} needs a text tower of open_clip")
+
+
+def check_rows(config: AlignmentConfig, batch: int, parts: int) -> None:
+    """UserError unless each of the `parts` of a batch, which go through the towers by themselves, holds mosaics."""
+    size = group_size(config.mosaics)
+    if batch // parts % size:
+        share = f"each of {parts} parts has {batch // parts}" if parts > 1 else f"it is {batch}"
+        raise UserError(
+            f"alignment.mosaics: {config.mosaics:g} makes a mosaic of every {size} images, and train.batch_size must "
+            f"be a multiple of {size * parts}: {share}"
+        )
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------

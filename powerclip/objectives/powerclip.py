@@ -31,6 +31,7 @@ from powerclip.objectives.mosaic_texts import draws_of_a_text, further_texts
 from powerclip.objectives.mosaics import (
     TILES,
     MosaicFeatures,
+    check_towers,
     competing,
     find_tile_loss,
     gather_rows,
@@ -104,7 +105,13 @@ class PowerClip(Objective):
         self.done = 0.0  # `elapsed` as the host knows it: how many negatives count needs no device sync
 
     def attach(self, encoder: DualEncoder) -> None:
-        """Make the matrices [D, D] of `projection: separate`; they start as the identity, which changes nothing."""
+        """Make the matrices [D, D] of `projection: separate`; they start as the identity, which changes nothing.
+
+        Raises:
+            UserError: the towers cannot have mosaics, or no texts for them.
+        """
+        if self.config.mosaics:
+            check_towers(encoder, self.config)
         if self.config.projection == "separate":
             width = encoder.embed_dim
             matrices = {side: nn.Parameter(torch.eye(width)) for side in ("patches", "words")}
@@ -159,30 +166,25 @@ class PowerClip(Objective):
         return further_texts(batch, config.mosaics, config.mosaic_texts, config.mosaic_exchange, noise)
 
     def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
-        """Numbers for the cuts of mosaics, where they vary."""
-        if self.config.mosaics and self.config.mosaic_range:
-            return (2,)
-        return super().noise_shape(encoder)
+        """Numbers for the cuts of mosaics."""
+        return (len(encoder.grid),) if self.config.mosaics else super().noise_shape(encoder)
 
     def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Where the mosaics are cut."""
-        if not (self.config.mosaics and self.config.mosaic_range):
+        if not self.config.mosaics:
             return super().plan(encoder, images, noise, ranks)
-        ranges = [
-            seam_cells(noise[:, axis], cells, self.config.mosaic_range) for axis, cells in enumerate(encoder.grid)
+        seams = [
+            seam_cells(draws, cells, self.config.mosaic_range)
+            for draws, cells in zip(noise.T, encoder.grid, strict=True)
         ]
-        return Plan(seams=torch.stack(ranges, 1))
+        return Plan(seams=torch.stack(seams, 1))
 
     def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
         """The images, and mosaics of some of them, in one pass."""
-        if not self.config.mosaics:
+        if plan.seams is None:
             return super().encode_images(encoder, images, plan)
         grid, share = encoder.grid, self.config.mosaics
-        if plan.seams is None:
-            seams = torch.tensor([[cells // 2 for cells in grid]], device=images.device).expand(len(images), -1)
-        else:
-            seams = plan.seams
-        seams = in_mosaics(seams, share)[:, 0]
+        seams = in_mosaics(plan.seams, share)[:, 0]
         with torch.autocast(images.device.type, enabled=False), torch.no_grad():
             mosaics = glue(in_mosaics(images, share), seams, grid)
         features = encoder.image_features(torch.cat([images, mosaics]))
@@ -199,7 +201,8 @@ class PowerClip(Objective):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted losses on mosaics, and what is logged of them."""
         config, mosaics = self.config, features.extra
-        assert isinstance(mosaics, MosaicFeatures) and self.mosaic_log_scale is not None
+        assert isinstance(mosaics, MosaicFeatures)
+        assert self.mosaic_log_scale is not None
         mosaics = replace(mosaics, patches=self._aligned("patches", mosaics.patches))
         scale, device = self.mosaic_log_scale.exp(), mosaics.patches.device
 
@@ -207,16 +210,15 @@ class PowerClip(Objective):
             return in_mosaics(values, config.mosaics).flatten(0, 1)
 
         first = TILES * len(mosaics.patches) * ranks.rank
-        nodes, real = select(pad(parts.nodes, parts.segments, 0.0)), select(
-            torch.arange(parts.segments.longest, device=device) < parts.segments.lengths.unsqueeze(1)
+        nodes, real = (
+            select(pad(parts.nodes, parts.segments, 0.0)),
+            select(torch.arange(parts.segments.longest, device=device) < parts.segments.lengths.unsqueeze(1)),
         )
         logits, tiles = tile_logits(mosaics, nodes, config, scale, ranks)
         logits = competing(logits, first, config.mosaic_among)
         captions, caption_words = gather_rows(select(batch.tokens), select(batch.phrases.words), ranks)
         start, end = (select(edge) for edge in node_ranges(batch.phrases))
-        also = holds_all_words(
-            select(batch.tokens), select(batch.phrases.words), start, end, captions, caption_words
-        )
+        also = holds_all_words(select(batch.tokens), select(batch.phrases.words), start, end, captions, caption_words)
         own = torch.arange(len(nodes), device=device)[:, None].expand(real.shape) + first
         find, found = find_tile_loss(logits, own, real, also)
         total = config.mosaic_weight * find
@@ -228,7 +230,8 @@ class PowerClip(Objective):
             logged |= {"mosaic_sets": sets, "mosaic_sets_found": best}
         if batch.further is not None:
             texts = batch.further
-            assert features.further_words is not None and features.further_text is not None
+            assert features.further_words is not None
+            assert features.further_text is not None
             if config.mosaic_texts == "alone":
                 queries = self._aligned("words", features.further_text).float()
                 if config.centre != "none":
