@@ -70,8 +70,8 @@ class Objective(nn.Module):
     """A method of the paper's tables: a plan for the images of a batch, their way through the tower, and a loss.
 
     A run calls `attach` once, before the optimiser is made; for each step `progress`, `plan`, `further_texts`,
-    `encode_images` and `loss`; and after the update `clamp` and `after_step`. `powerclip.train.towers.Towers` calls `plan` and
-    `encode_images`, compiled where a recipe asks for it.
+    `encode_images` and `loss`; and after the update `clamp` and `after_step`. `powerclip.train.towers.Towers` calls
+    `plan`, `further_texts` and `encode_images`, compiled where a recipe asks for it.
 
     What is random or concerns the batch as a whole belongs into `plan` and `loss`: `encode_images` may see a batch in
     parts, and twice. Parameters of an objective are used by its `loss` alone: there the whole batch is at hand.

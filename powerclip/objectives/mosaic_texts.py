@@ -1,7 +1,7 @@
 """Texts for mosaics in which a phrase's place and its neighbours tell nothing about where it is in the image.
 
-*mixed*: a caption some of whose phrases are exchanged for phrases of the other captions of its mosaic. Each of them must
-find the tile that it came from, whatever stands around it. So a phrase's words may not carry the rest of the sentence.
+*mixed*: a caption some of whose phrases are exchanged for phrases of the other captions of its mosaic. Each of them
+must find the tile that it came from, whatever stands around it: its words may not carry the rest of the sentence.
 *alone*: one phrase of each caption as a text of its own, with its own end of text.
 
 A phrase is a lowest one here ("a dog"), a leaf of the tree that is a node too.

@@ -1,8 +1,8 @@
 """Mosaics: four images of a batch as one, in which every phrase of their captions must find the tile of its own image.
 
     L_find = − mean_i mean_{B of caption i} log softmax_j (c · s(B, tile j))_{j = i}
-    s(B, tile) = ⟨φ_tile, p_B⟩                               by means: φ_tile is the tile's embedding as a region (Eq. 2)
-               = 1/c · log Σ_{n in the tile} exp(c · ⟨v_n, p_B⟩)     by patches: the best ones answer for their tile
+    s(B, tile) = ⟨φ_tile, p_B⟩                           by means: φ_tile is the tile's embedding as a region (Eq. 2)
+               = 1/c · log Σ_{n in the tile} exp(c · ⟨v_n, p_B⟩)   by patches: the best ones answer for their tile
 
 j runs over the tiles of all mosaics of the batch. The middle of the image and what stands out win nothing there: every
 tile has a middle, and each of the four images is as salient as the others. And a patch that carries its whole image, as
@@ -10,7 +10,7 @@ deep patches do, answers for three wrong tiles.
 
 Mosaics give gold sets for free. Captions of tiles 1 and 3 together are one phrase, whose best set of tiles is {1, 3}:
 
-    L_sets = − mean over mosaics, mean over sets B of 1 … 15, of log softmax_A (c · Q_AB)_{A = B}, both over A and over B
+    L_sets = − mean over mosaics and over their 15 sets B of log softmax_A (c · Q_AB)_{A = B}, over A and over B alike
     Q_AB = ⟨Σ_A φ_tile, Σ_B t⟩ / (|Σ_A φ_tile| |Σ_B t|),   t the mean of a caption's p_B, normalised
 
 Axes: c images of this rank · G mosaics of this rank, 4·G tiles · K nodes of a caption · N patches · D width
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SIDE = 2  # tiles in a row and in a column
 TILES = SIDE * SIDE
-# Tokens are told apart by so many classes: enough for CLIP's vocabulary. Of a larger one, two tokens may be taken for one.
+# Tokens are told apart by so many classes: enough for CLIP's vocabulary. Of a larger one, two may be taken for one.
 TOKEN_CLASSES = 2**16
 
 

@@ -148,7 +148,7 @@ class PowerClip(Objective):
         if k is not None:
             logged["k"] = torch.full((), float(k), device=clip.device)
         total = clip + weight * align.loss
-        if self.config.mosaics:
+        if self.config.mosaics and len(features.extra.patches) > 0:  # a dry run's first batches are too small for one
             with torch.autocast(features.patches.device.type, enabled=False):
                 mosaics, parts_of_it = self._mosaic_loss(features, parts, batch, ranks)
             total = total + mosaics

@@ -46,7 +46,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def shrink(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[3, H, W] → [3, height, width]: each pixel is cut into height × width, and blocks of H × W of them are averaged."""
+    """[3, H, W] → [3, height, width]: each pixel is cut into height × width, and blocks of H × W are averaged."""
     fine = image.repeat_interleave(height, 1).repeat_interleave(width, 2)
     return fine.unflatten(1, (height, -1)).unflatten(3, (width, -1)).mean((2, 4))
 
@@ -89,7 +89,7 @@ def test_the_first_four_of_each_group_of_images_make_a_mosaic():
     assert in_mosaics(numbers, 1.0).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert in_mosaics(numbers, 0.5).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
     check_rows(AlignmentConfig(mosaics=0.5), 32, 4)
-    with pytest.raises(UserError, match="a mosaic of every 8 images.*multiple of 32: each of 4 parts has 6"):
+    with pytest.raises(UserError, match=r"a mosaic of every 8 images.*multiple of 32: each of 4 parts has 6"):
         check_rows(AlignmentConfig(mosaics=0.5), 24, 4)
 
 
