@@ -100,10 +100,9 @@ def seam_cells(draws: Tensor, cells: int, range_: float) -> Tensor:
 
 def tile_masks(seams: Tensor, grid: tuple[int, int]) -> Tensor:
     """The patches of each tile [G, 4, N], from the rows and columns of patches [G, 2] in the first tile."""
-    rows, columns = (
-        torch.stack([before, ~before], 1)
-        for before in (torch.arange(cells, device=seams.device) < seams[:, [axis]] for axis, cells in enumerate(grid))
-    )
+    above = torch.arange(grid[0], device=seams.device) < seams[:, :1]
+    left = torch.arange(grid[1], device=seams.device) < seams[:, 1:]
+    rows, columns = torch.stack([above, ~above], 1), torch.stack([left, ~left], 1)
     return (rows[:, :, None, :, None] & columns[:, None, :, None, :]).flatten(3).flatten(1, 2)
 
 

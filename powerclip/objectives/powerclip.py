@@ -167,16 +167,14 @@ class PowerClip(Objective):
 
     def noise_shape(self, encoder: DualEncoder) -> tuple[int, ...] | None:
         """Numbers for the cuts of mosaics."""
-        return (len(encoder.grid),) if self.config.mosaics else super().noise_shape(encoder)
+        return (2,) if self.config.mosaics else super().noise_shape(encoder)
 
     def plan(self, encoder: DualEncoder, images: Tensor, noise: Tensor, ranks: Ranks = SINGLE) -> Plan:
         """Where the mosaics are cut."""
         if not self.config.mosaics:
             return super().plan(encoder, images, noise, ranks)
-        seams = [
-            seam_cells(draws, cells, self.config.mosaic_range)
-            for draws, cells in zip(noise.T, encoder.grid, strict=True)
-        ]
+        (rows, columns), range_ = encoder.grid, self.config.mosaic_range
+        seams = [seam_cells(noise[:, 0], rows, range_), seam_cells(noise[:, 1], columns, range_)]
         return Plan(seams=torch.stack(seams, 1))
 
     def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
