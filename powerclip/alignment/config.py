@@ -75,8 +75,8 @@ class AlignmentConfig:
     mosaic_range: Share = 0.5  # share of the sides over which the cuts between tiles vary; 0: always in the middle
     mosaic_sets: NonNegativeFloat = 0.0  # weight of gold sets: the captions of several tiles have these as best set
     # further texts whose phrases look for their tile. mixed: captions with phrases of other tiles' captions in them;
-    # alone: single phrases
-    mosaic_texts: Literal["none", "mixed", "alone"] = "none"
+    # alone: single phrases, by their global embedding; both: half of each
+    mosaic_texts: Literal["none", "mixed", "alone", "both"] = "none"
     mosaic_texts_weight: NonNegativeFloat = 1.0  # weight of their loss
     mosaic_exchange: Share = 0.5  # share of the phrases of a mixed caption that are exchanged
 

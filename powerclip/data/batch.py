@@ -43,6 +43,7 @@ class FurtherTexts:
     phrases: Phrases  # the leaves of each text; there are no nodes
     tile: Tensor  # [E, K] the tile of this rank's mosaics that each leaf belongs to
     asked: Tensor  # [E, K] bool: the leaves that shall find their tile
+    alone: Tensor  # [E] bool: the texts that are one leaf, and shall find their tile as a whole too
 
 
 @dataclass

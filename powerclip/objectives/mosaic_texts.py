@@ -3,6 +3,7 @@
 *mixed*: a caption some of whose phrases are exchanged for phrases of the other captions of its mosaic. Each of them
 must find the tile that it came from, whatever stands around it: its words may not carry the rest of the sentence.
 *alone*: one phrase of each caption as a text of its own, with its own end of text.
+*both*: each caption gives one or the other, at random.
 
 A phrase is a lowest one here ("a dog"), a leaf of the tree that is a node too.
 
@@ -10,6 +11,8 @@ Axes: c captions of this rank · E texts · K leaves of a text · L tokens
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ ALONE_TOKENS = 16
 
 def draws_of_a_text(kind: str) -> tuple[int, ...]:
     """The shape of the uniform numbers that a text of each kind needs."""
-    return (MIXED_LEAVES, 3) if kind == "mixed" else (1,)
+    return (1,) if kind == "alone" else (MIXED_LEAVES + 1, 3)
 
 
 def further_texts(batch: Batch, share: float, kind: str, exchanged: float, draws: Tensor) -> FurtherTexts:
@@ -35,16 +38,23 @@ def further_texts(batch: Batch, share: float, kind: str, exchanged: float, draws
     is_phrase = (position < count.unsqueeze(1)) & phrase_leaves(phrases)
     numbers = in_mosaics(torch.arange(len(batch), device=count.device), share)  # [G, 4] captions
     draws, rows = in_mosaics(draws, share).flatten(0, 1), numbers.flatten()
-    if kind == "mixed":
-        caption, leaf, real = mix(numbers, count, is_phrase, exchanged, draws)
-    else:
-        # A caption without a lowest phrase gives its first leaf.
-        caption, real = rows[:, None], torch.ones_like(rows[:, None], dtype=torch.bool)
-        leaf = pick(is_phrase[rows], draws)
+    alone = torch.full_like(rows, kind == "alone", dtype=torch.bool)
+    # A caption without a lowest phrase gives its first leaf.
+    single = pick(is_phrase[rows], draws if kind == "alone" else draws[:, -1:, 1])
+    caption, leaf, real = rows[:, None], single, torch.ones_like(single, dtype=torch.bool)
+    if kind != "alone":
+        if kind == "both":
+            alone = draws[:, -1, 0] < 0.5
+        is_first = torch.arange(MIXED_LEAVES, device=rows.device) == 0
+        mixed_caption, mixed_leaf, mixed_real = mix(numbers, count, is_phrase, exchanged, draws[:, :-1])
+        caption = torch.where(alone[:, None], caption, mixed_caption)
+        leaf = torch.where(alone[:, None], leaf, mixed_leaf)
+        real = torch.where(alone[:, None], is_first, mixed_real)
     tile = torch.zeros_like(count).scatter(0, rows, torch.arange(len(rows), device=rows.device))
-    length = MIXED_TOKENS if kind == "mixed" else ALONE_TOKENS
-    asked = real & is_phrase[caption, leaf] if kind == "mixed" else real
-    return assemble(batch.tokens, phrases, caption, leaf, real, asked, tile[caption], length)
+    asked = real & (alone[:, None] | is_phrase[caption, leaf])
+    length = ALONE_TOKENS if kind == "alone" else MIXED_TOKENS
+    texts = assemble(batch.tokens, phrases, caption, leaf, real, asked, tile[caption], length)
+    return replace(texts, alone=alone)
 
 
 def phrase_leaves(phrases: Phrases) -> Tensor:
@@ -142,4 +152,4 @@ def assemble(
         max_leaves=count,
         max_nodes=0,
     )
-    return FurtherTexts(text, made, tile, asked & real)
+    return FurtherTexts(text, made, tile, asked & real, torch.zeros_like(end[:, 0], dtype=torch.bool))

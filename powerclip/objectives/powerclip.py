@@ -230,18 +230,27 @@ class PowerClip(Objective):
             texts = batch.further
             assert features.further_words is not None
             assert features.further_text is not None
-            if config.mosaic_texts == "alone":
-                queries = self._aligned("words", features.further_text).float()
-                if config.centre != "none":
-                    queries = normalise(queries - ranks.mean(queries.mean(0)))
-                queries = queries.unsqueeze(1)
-            else:
+            queries, asked = [], []
+            if config.mosaic_texts != "alone":
                 further = self._aligned("words", features.further_words)
-                queries = leaf_rows(further, texts.phrases, centred=config.centre != "none", ranks=ranks)
-            logits = competing(tile_logits(mosaics, queries, config, scale, ranks)[0], first, config.mosaic_among)
+                queries.append(leaf_rows(further, texts.phrases, centred=config.centre != "none", ranks=ranks))
+                asked.append(texts.asked)
+            if config.mosaic_texts != "mixed":
+                whole = self._aligned("words", features.further_text).float()
+                if config.centre != "none":
+                    # The mean of those that count: the others are of another kind.
+                    summed = ranks.sum(torch.where(texts.alone.unsqueeze(1), whole, 0.0).sum(0))
+                    whole = normalise(whole - summed / ranks.sum(texts.alone.sum()).clamp(min=1))
+                queries.append(whole.unsqueeze(1))
+                asked.append(texts.alone.unsqueeze(1))
+            logits = tile_logits(mosaics, torch.cat(queries, 1), config, scale, ranks)[0]
+            logits = competing(logits, first, config.mosaic_among)
             ranges = (edge.view_as(texts.tile) for edge in (texts.phrases.leaf_start, texts.phrases.leaf_end))
             also = holds_all_words(texts.tokens, texts.phrases.words, *ranges, captions, caption_words)
-            find, found = find_tile_loss(logits, texts.tile + first, texts.asked, also)
+            own = texts.tile + first
+            if config.mosaic_texts == "both":  # a text as a whole is its only leaf
+                also, own = torch.cat([also, also[:, :1]], 1), torch.cat([own, own[:, :1]], 1)
+            find, found = find_tile_loss(logits, own, torch.cat(asked, 1), also)
             total = total + config.mosaic_texts_weight * find
             logged |= {"mosaic_texts": find, "mosaic_texts_found": found}
         return total, logged

@@ -263,7 +263,7 @@ def asked_phrases(batch: Batch, kind: str, exchanged: float, seed: int) -> list[
     return found
 
 
-@pytest.mark.parametrize("kind", ["mixed", "alone"])
+@pytest.mark.parametrize("kind", ["mixed", "alone", "both"])
 def test_each_phrase_of_a_further_text_is_of_the_caption_of_its_tile(kind):
     captions, batch = list(CAPTIONS), caption_batch()
     exchanges = 0
@@ -277,7 +277,23 @@ def test_each_phrase_of_a_further_text_is_of_the_caption_of_its_tile(kind):
             if kind == "alone":
                 assert [phrase for phrase, _ in phrases] == [text]
                 assert phrases[0][1] == row
-    assert (exchanges > 10) if kind == "mixed" else (exchanges == 0)
+    assert (exchanges == 0) if kind == "alone" else (exchanges > 4)
+
+
+def test_of_both_kinds_each_text_is_one():
+    batch = caption_batch()
+    draws = rand(8, *draws_of_a_text("both"))
+    draws[:, -1, 0] = torch.tensor([0.1, 0.9]).double().repeat(4)
+    both = further_texts(batch, 1.0, "both", 0.5, draws)
+    mixed = further_texts(batch, 1.0, "mixed", 0.5, draws)
+    alone = further_texts(batch, 1.0, "alone", 0.5, draws[:, -1, 1:2])
+    assert both.alone.tolist() == [True, False] * 4
+    assert alone.alone.all()
+    assert not mixed.alone.any()
+    assert torch.equal(both.tokens[1::2], mixed.tokens[1::2])
+    assert torch.equal(both.asked[1::2], mixed.asked[1::2])
+    assert torch.equal(both.tokens[::2, : alone.tokens.shape[1]], alone.tokens[::2])
+    assert both.asked[::2].sum(1).tolist() == [1] * 4
 
 
 def test_mixed_captions_without_an_exchange_are_the_captions_without_punctuation():
@@ -318,7 +334,7 @@ def test_the_total_has_every_part_by_its_weight():
         torch.testing.assert_close(parts[name], plain.parts[name], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("texts", ["mixed", "alone"])
+@pytest.mark.parametrize("texts", ["mixed", "both"])
 def test_phrases_learn_to_find_their_tiles(texts):
     objective = PowerClip(AlignmentConfig(mosaics=1.0, mosaic_texts=texts))
     encoder = tiny_encoder()

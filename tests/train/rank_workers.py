@@ -51,7 +51,7 @@ CASES: dict[str, Sequence[str]] = {
     "powerclip_exact": ("alignment.aggregation=exact",),
     "powerclip_centred_images": ("alignment.centre=image",),
     "powerclip_single_tokens": ("alignment.parse_trees=false",),
-    "powerclip_mosaics": (*MOSAICS, "alignment.mosaic_texts=mixed", "alignment.mosaic_sets=0.5"),
+    "powerclip_mosaics": (*MOSAICS, "alignment.mosaic_texts=both", "alignment.mosaic_sets=0.5"),
     "powerclip_mosaics_patches": (
         *(*MOSAICS, "alignment.mosaic_pool=patches", "alignment.mosaic_among=own"),
         *("alignment.mosaic_texts=alone", "alignment.projection=separate"),
