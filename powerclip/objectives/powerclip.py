@@ -245,8 +245,8 @@ class PowerClip(Objective):
                 asked.append(texts.alone.unsqueeze(1))
             logits = tile_logits(mosaics, torch.cat(queries, 1), config, scale, ranks)[0]
             logits = competing(logits, first, config.mosaic_among)
-            ranges = (edge.view_as(texts.tile) for edge in (texts.phrases.leaf_start, texts.phrases.leaf_end))
-            also = holds_all_words(texts.tokens, texts.phrases.words, *ranges, captions, caption_words)
+            start, end = texts.phrases.leaf_start.view_as(texts.tile), texts.phrases.leaf_end.view_as(texts.tile)
+            also = holds_all_words(texts.tokens, texts.phrases.words, start, end, captions, caption_words)
             own = texts.tile + first
             if config.mosaic_texts == "both":  # a text as a whole is its only leaf
                 also, own = torch.cat([also, also[:, :1]], 1), torch.cat([own, own[:, :1]], 1)
