@@ -64,7 +64,7 @@ def local_losses(run: RunFolder, data: CaptionRetrieval, settings: SparcSettings
     encoder, _, tokenizer = load(run.model, device="cuda" if torch.cuda.is_available() else "cpu")
     tokenizing = CaptionTokenizer(tokenizer)
     embedder = Embedder(encoder, tokenizing)
-    rows = read_metrics(run.metrics)
+    rows = list(read_metrics(run.metrics))
     scale = torch.tensor(next(row["local_scale"] for row in reversed(rows) if "local_scale" in row)).to(embedder.device)
     first = {image: number for number, image in reversed(list(enumerate(data.image_of_caption.tolist())))}
     totals = {"own image": 0.0, "another image": 0.0, "one patch for all": 0.0, "chance": 0.0}
