@@ -144,12 +144,13 @@ def tile_logits(
     patches = features.patches.float()
     patches = F.normalize(patches - ranks.mean(patches.mean((0, 1))), dim=-1)
     patches, masks = ranks.gather(patches), ranks.gather(features.tiles)
-    logits = scale * nodes @ patches.flatten(0, 1).T
-    logits = logits.unflatten(-1, patches.shape[:2])  # [4·G, K, mosaics, N]
-    by_tile = [
-        logits.masked_fill(~masks[:, tile], torch.finfo(logits.dtype).min).logsumexp(-1) for tile in range(TILES)
-    ]
-    return torch.stack(by_tile, -1).flatten(-2), tiles
+    # By mosaic, [mosaics, 4·G·K, N]: all four tiles are sums over the same exponentials.
+    logits = (scale * nodes.flatten(0, 1)) @ patches.mT
+    highest = logits.detach().amax(-1, keepdim=True)
+    sums = (logits - highest).exp() @ masks.mT.to(logits.dtype)
+    # A tile whose best patch is e^-87 of the mosaic's best does not compete; it must not be log 0.
+    by_tile = sums.clamp(min=torch.finfo(sums.dtype).tiny).log() + highest
+    return by_tile.movedim(0, 1).flatten(1).unflatten(0, nodes.shape[:2]), tiles
 
 
 def find_tile_loss(logits: Tensor, own: Tensor, real: Tensor, also: Tensor | None = None) -> tuple[Tensor, Tensor]:

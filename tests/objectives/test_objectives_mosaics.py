@@ -119,6 +119,21 @@ def test_a_tile_answers_by_its_embedding_or_by_its_best_patches():
                 assert by_patches[caption, node, tile].item() == pytest.approx(expected.item(), abs=1e-4)
 
 
+def test_a_tile_far_below_the_best_has_a_finite_gradient():
+    features, _ = example(width=16)
+    query = torch.ones(1, 1, 16)
+    towards = torch.where(features.tiles[:, :1].mT, 1.0, -1.0)  # the first tile is the query, all others its opposite
+    patches = (towards * query).requires_grad_()
+    config = AlignmentConfig(mosaics=1.0, mosaic_pool="patches", centre="none")
+    logits, _ = tile_logits(
+        MosaicFeatures(patches, features.tiles), query.expand(8, 1, -1), config, torch.tensor(100.0)
+    )
+    loss, _ = find_tile_loss(logits, torch.arange(8)[:, None], torch.ones(8, 1, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(loss, [patches])
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
 def test_every_phrase_finds_its_tile_among_those_that_it_could_not_mean():
     logits = randn(8, 3, 8)
     own = torch.arange(8)[:, None].expand(-1, 3)
