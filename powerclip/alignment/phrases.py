@@ -121,6 +121,16 @@ def nodes_of_rows(leaves: Tensor, phrases: Phrases, segments: Segments, *, mean:
     return unpad(weights @ leaves, segments)
 
 
+def node_ranges(phrases: Phrases) -> tuple[Tensor, Tensor]:
+    """The tokens of each node: first and one past the last [C, max_nodes], 0 and 0 behind a caption's last node."""
+    segments = phrases.node_segments
+    first = phrases.leaf_offsets[segments.index]
+    start = phrases.leaf_start[first + phrases.node_start]
+    end = phrases.leaf_end[first + phrases.node_end - 1]
+    members, real = segments.rows()
+    return start[members].where(real, 0), end[members].where(real, 0)
+
+
 def _ranges(start: Tensor, end: Tensor, offsets: Tensor, count: int, length: int) -> Tensor:
     """Masks [C, count, length] of the ranges that each caption owns; behind its last one they are empty."""
     member = offsets[:-1, None] + torch.arange(count, device=start.device)

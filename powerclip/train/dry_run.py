@@ -185,6 +185,11 @@ def describe_objective(recipe: Recipe) -> Iterator[str]:
     largest = f" of at most {regions.largest:g} of the side" if regions.largest < 1 else ""
     parts = "trees" if config.parse_trees else "single tokens"
     yield f"M {regions.count} {kind}{largest} an image; {parts} of captions"
+    if config.mosaics:
+        kind = config.mosaic_texts
+        texts = "" if kind == "none" else f", {kind} texts × {config.mosaic_texts_weight:g}"
+        gold = f", sets × {config.mosaic_sets:g}" if config.mosaic_sets else ""
+        yield f"{config.mosaics:.0%} of the images in mosaics too: phrases × {config.mosaic_weight:g}{texts}{gold}"
 
 
 def describe_cost(

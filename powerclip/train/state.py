@@ -17,6 +17,7 @@ from powerclip.encoders import DualEncoder, build
 from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
+from powerclip.objectives.mosaics import check_rows
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates
 from powerclip.train.optimizer import make_optimizer
@@ -97,6 +98,8 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     """A run at step 0: weights drawn from `train.seed`, or pretrained ones. UserError when it cannot run here."""
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
+    if recipe.objective == "powerclip" and recipe.alignment.mosaics:
+        check_rows(recipe.alignment, settings.batch_size, ranks.count * settings.accumulate)
     device = choose_device(settings.device, ranks)
     check_backend(recipe, device)
     random.seed(settings.seed)
