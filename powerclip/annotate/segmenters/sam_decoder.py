@@ -178,15 +178,27 @@ class MaskDecoder(nn.Module):
         enough, and drawing is a good part of the work.
         """
         height, width = features.shape[-2:]
-        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(*prompts.shape[:2], -1, -1)
-        tokens = torch.cat([learned, prompts.to(learned.dtype)], dim=2)
         image = features.flatten(2).transpose(1, 2).unsqueeze(1)
-        tokens, image = self.transformer(tokens, image, positions.to(learned.dtype))
-        quality = self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
+        tokens = self.with_learned(prompts.to(features.dtype))
+        tokens, image = self.transformer(tokens, image, positions.to(features.dtype))
+        quality = self.qualities(tokens)
         drawn = quality.amax(-1) >= least  # [B, P]
 
-        tokens, grids = tokens[drawn], image[drawn].transpose(1, 2).unflatten(-1, (height, width))  # [n, D, h, w]
+        grids = image[drawn].transpose(1, 2).unflatten(-1, (height, width))  # [n, D, h, w]
         fine = self.output_upscaling(grids).flatten(2)  # [n, D/8, 16·S]
-        kernels = [self.output_hypernetworks_mlps[at](tokens[:, 1 + at]) for at in range(1, 1 + MASKS)]
-        logits = (torch.stack(kernels, dim=1) @ fine).unflatten(-1, (4 * height, 4 * width))
+        logits = (self.kernels(tokens[drawn].unsqueeze(0))[0] @ fine).unflatten(-1, (4 * height, 4 * width))
         return Drawn(drawn.nonzero()[:, 0], logits, quality[drawn])
+
+    def with_learned(self, prompts: Tensor) -> Tensor:
+        """The prompts [B, P, 2, D] after the tokens that masks and their quality are read from."""
+        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
+        return torch.cat([learned.expand(*prompts.shape[:2], -1, -1), prompts], dim=2)
+
+    def qualities(self, tokens: Tensor) -> Tensor:
+        """The IoU [B, P, K] that is expected of each mask."""
+        return self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
+
+    def kernels(self, tokens: Tensor) -> Tensor:
+        """What each mask [B, P, K, D/8] multiplies the finest features with."""
+        mlps = self.output_hypernetworks_mlps
+        return torch.stack([mlps[at](tokens[:, :, 1 + at]) for at in range(1, 1 + MASKS)], dim=2)

@@ -1,0 +1,330 @@
+"""SAM's mask decoder for many points at once, in Triton: what is computed at every cell of the image for every point.
+
+The plain decoder keeps 2 MB a point for each of some forty steps; here an image's cells pass through a point's layer in
+registers. Three identities take the projections off the cells x. With a head's W_q, W_k, W_v, W_o and its tokens t:
+
+    ⟨W_q x, W_k t⟩ = ⟨x, W_qᵀ W_k t⟩      Σ_x p_x W_v x = W_v Σ_x p_x x      W_o Σ_t a_t W_v t = Σ_t a_t (W_o W_v t)
+
+so a token becomes, for each head, a vector as wide as the image's features, a *slot*: 8 heads × 8 tokens = 64 slots.
+Scores are in units of log 2: powers of 2 are what a GPU computes.
+
+Axes: B images · n points of all images, image by image · S cells of the image grid, row by row · D width ·
+J slots, head by head · K masks of a point · W rows of 16 for K
+"""
+
+# Kernels are Triton's language, not typed Python.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS, TOKENS = 8, 8
+SLOTS = HEADS * TOKENS
+ROWS = 16  # of a point's masks, padded to what a tensor core takes
+TILE, WARPS = 64, 8  # cells at once: their features in float32 are 64 registers of a thread, as are the slots' sums
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a layer changes the image's cells, and what is then read from them."""
+
+    keys: Tensor  # [n, J, D]
+    bias: Tensor  # [n, J] float32; -inf for a slot that is not used
+    values: Tensor  # [n, J, D]
+    value_bias: Tensor  # [D] float32
+    norm_weight: Tensor  # [D] float32
+    norm_bias: Tensor  # [D] float32
+    eps: float
+    queries: Tensor  # [n, J, D]
+
+
+def update_and_attend(image: Tensor, positions: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+    """Cells [n, S, D] = LayerNorm(x + Σ_j softmax_t(⟨x + position, key_j⟩ + bias_j) value_j + value_bias), and what
+    each slot's query reads of them, [n, J, D] = Σ_s softmax_s(⟨cell + position, query_j⟩) cell.
+
+    Args:
+        image: [B, S, D], the same for all points of an image, or [n, S, D]; S is a multiple of 64.
+        positions: [S, D].
+        update: of each point; the softmax of a cell is over the tokens of one head.
+    """
+    count, cells, width = len(update.keys), image.shape[1], image.shape[2]
+    if cells % TILE or image.shape[1:] != positions.shape:
+        raise ValueError(f"{cells} cells with positions {list(positions.shape)}: not whole tiles of {TILE}")
+    updated = torch.empty(count, cells, width, dtype=image.dtype, device=image.device)
+    attended = torch.empty(count, SLOTS, width, dtype=image.dtype, device=image.device)
+    _update_and_attend[(count,)](
+        image,
+        positions,
+        update.keys,
+        update.bias,
+        update.values,
+        update.value_bias,
+        update.norm_weight,
+        update.norm_bias,
+        update.queries,
+        updated,
+        attended,
+        cells,
+        count // len(image),
+        update.eps,
+        D=width,
+        H=HEADS,
+        T=TOKENS,
+        TILE_S=TILE,
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    return updated, attended
+
+
+@triton.jit
+def _update_and_attend(
+    image,  # [B or n, S, D]
+    positions,  # [S, D]
+    keys,  # [n, J, D]
+    bias,  # [n, J]
+    values,  # [n, J, D]
+    value_bias,  # [D]
+    norm_weight,
+    norm_bias,
+    queries,  # [n, J, D]
+    updated,  # [n, S, D]
+    attended,  # [n, J, D]
+    cells,
+    points,  # of an image that is the same for all of them, else 1
+    eps,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    T: tl.constexpr,
+    TILE_S: tl.constexpr,
+):
+    point = tl.program_id(0).to(tl.int64)
+    wide = tl.arange(0, D)
+    slot = tl.arange(0, H * T)
+    of_slots = point * (H * T * D) + slot[:, None] * D + wide[None, :]
+    key, value, query = tl.load(keys + of_slots), tl.load(values + of_slots), tl.load(queries + of_slots)
+    key_bias = tl.load(bias + point * (H * T) + slot)
+    added, weight, shift = tl.load(value_bias + wide), tl.load(norm_weight + wide), tl.load(norm_bias + wide)
+    source = image + (point // points) * cells * D
+    target = updated + point * cells * D
+    highest = tl.full((H * T,), -float("inf"), tl.float32)
+    total = tl.zeros((H * T,), tl.float32)
+    sums = tl.zeros((H * T, D), tl.float32)
+    for first in range(0, cells, TILE_S):
+        at = (first + tl.arange(0, TILE_S))[:, None] * D + wide[None, :]
+        x, place = tl.load(source + at), tl.load(positions + at)
+        scores = tl.reshape(tl.dot(x + place, tl.trans(key)) + key_bias[None, :], (TILE_S, H, T))
+        powers = tl.exp2(scores - tl.max(scores, 2, keep_dims=True))
+        shares = tl.reshape(powers / tl.sum(powers, 2, keep_dims=True), (TILE_S, H * T))
+        y = x.to(tl.float32) + tl.dot(shares.to(x.dtype), value) + added[None, :]
+        y -= (tl.sum(y, 1) / D)[:, None]
+        y *= tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+        cell = (y * weight[None, :] + shift[None, :]).to(x.dtype)
+        tl.store(target + at, cell)
+        drawn = tl.dot(query, tl.trans(cell + place))  # [J, TILE_S]
+        higher = tl.maximum(highest, tl.max(drawn, 1))
+        part = tl.exp2(drawn - higher[:, None])
+        smaller = tl.exp2(highest - higher)
+        total = total * smaller + tl.sum(part, 1)
+        sums = sums * smaller[:, None] + tl.dot(part.to(x.dtype), cell)
+        highest = higher
+    tl.store(attended + of_slots, (sums / total[:, None]).to(attended.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Upscaling:
+    """From a cell's features to those of the 16 fine cells in it, in two steps of 2 × 2."""
+
+    first: Tensor  # [4, D, D/4], the quarters row by row
+    first_bias: Tensor  # [D/4] float32
+    norm_weight: Tensor  # [D/4] float32
+    norm_bias: Tensor  # [D/4] float32
+    eps: float
+    second: Tensor  # [D/4, 4·D/8], the quarters of a quarter row by row
+    second_bias: Tensor  # [4·D/8] float32
+
+
+def draw(
+    image: Tensor,
+    wanted: Tensor,
+    kernels: Tensor,
+    upscaling: Upscaling,
+    extent: Tensor,
+    columns: int,
+    details: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Masks: words [n, K, S] of 16 bits, one for each fine cell of a cell, and counts [n, K, 3] of fine cells whose
+    logit is above 0, 1 and -1. Only what lies in the image counts.
+
+    Args:
+        image: cells [n, S, D].
+        wanted: [n] points to draw; the words of others are left as they are in memory, their counts are 0.
+        kernels: [n, K, D/8] what each mask multiplies the finest features with.
+        upscaling: the way there.
+        extent: [B, 2] fine rows and columns that lie in each image, int32.
+        columns: of the image grid.
+        details: features that are added on the way [B, S, 4, D/4] and [B, S, 16, D/8], as SAM 2 does.
+    """
+    count, cells, width = image.shape
+    masks = kernels.shape[1]
+    padded = torch.zeros(count, ROWS, width // 8, dtype=image.dtype, device=image.device)
+    padded[:, :masks] = kernels
+    words = torch.empty(count, masks, cells, dtype=torch.int16, device=image.device)
+    counts = torch.empty(count, 3, ROWS, dtype=torch.int32, device=image.device)
+    _draw[(count,)](
+        image,
+        wanted.to(torch.int32),
+        padded,
+        upscaling.first,
+        upscaling.first_bias,
+        upscaling.norm_weight,
+        upscaling.norm_bias,
+        upscaling.second,
+        upscaling.second_bias,
+        extent,
+        details[0] if details else image,
+        details[1] if details else image,
+        words,
+        counts,
+        cells,
+        columns,
+        count // len(extent),
+        masks,
+        upscaling.eps,
+        D=width,
+        ROWS_W=ROWS,
+        DETAILS=details is not None,
+        TILE_S=TILE,
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    return words, counts[:, :, :masks].transpose(1, 2)
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _draw(
+    image,  # [n, S, D]
+    wanted,  # [n] int32
+    kernels,  # [n, W, D/8]
+    first_weight,  # [4, D, D/4]
+    first_bias,  # [D/4]
+    norm_weight,
+    norm_bias,
+    second_weight,  # [D/4, D/2]
+    second_bias,  # [D/2]
+    extent,  # [B, 2]
+    coarse_details,  # [B, S, 4, D/4]
+    fine_details,  # [B, S, 16, D/8]
+    words,  # [n, K, S]
+    counts,  # [n, 3, W]
+    cells,
+    columns,
+    points,
+    masks,
+    eps,
+    D: tl.constexpr,
+    ROWS_W: tl.constexpr,
+    DETAILS: tl.constexpr,
+    TILE_S: tl.constexpr,
+):
+    E: tl.constexpr = D // 4
+    F: tl.constexpr = D // 8
+    point = tl.program_id(0).to(tl.int64)
+    owner = point // points
+    wide, narrow, last, row = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 4 * F), tl.arange(0, ROWS_W)
+    fine = tl.arange(0, F)
+    kernel = tl.trans(tl.load(kernels + point * ROWS_W * F + row[:, None] * F + fine[None, :]))
+    second = tl.load(second_weight + narrow[:, None] * (4 * F) + last[None, :])
+    bias_one, bias_two = tl.load(first_bias + narrow), tl.load(second_bias + last)
+    weight, shift = tl.load(norm_weight + narrow), tl.load(norm_bias + narrow)
+    rows_inside, columns_inside = tl.load(extent + owner * 2), tl.load(extent + owner * 2 + 1)
+    of_first = wide[:, None] * E + narrow[None, :]
+    part = tl.arange(0, 4)
+    above = tl.zeros((TILE_S, ROWS_W), tl.int32)
+    tight = tl.zeros((TILE_S, ROWS_W), tl.int32)
+    loose = tl.zeros((TILE_S, ROWS_W), tl.int32)
+    stop = tl.where(tl.load(wanted + point) != 0, cells, 0)
+    for begin in range(0, stop, TILE_S):
+        cell = begin + tl.arange(0, TILE_S)
+        x = tl.load(image + point * cells * D + cell[:, None] * D + wide[None, :])
+        word = tl.zeros((TILE_S, ROWS_W), tl.int32)
+        for quarter in tl.static_range(4):
+            h = tl.dot(x, tl.load(first_weight + quarter * D * E + of_first)) + bias_one[None, :]
+            if DETAILS:
+                at = ((owner * cells + cell) * 4 + quarter)[:, None] * E + narrow[None, :]
+                h += tl.load(coarse_details + at).to(tl.float32)
+            h -= (tl.sum(h, 1) / E)[:, None]
+            h *= tl.rsqrt(tl.sum(h * h, 1) / E + eps)[:, None]
+            h = _gelu(h * weight[None, :] + shift[None, :])
+            g = tl.dot(h.to(x.dtype), second) + bias_two[None, :]
+            if DETAILS:
+                at = ((owner * cells + cell) * 16 + quarter * 4)[:, None] * F + last[None, :]
+                g += tl.load(fine_details + at).to(tl.float32)
+            g = tl.reshape(_gelu(g).to(x.dtype), (TILE_S * 4, F))
+            logits = tl.reshape(tl.dot(g, kernel), (TILE_S, 4, ROWS_W))
+            down = (cell // columns * 4 + (quarter // 2) * 2)[:, None] + (part // 2)[None, :]
+            across = (cell % columns * 4 + (quarter % 2) * 2)[:, None] + (part % 2)[None, :]
+            inside = ((down < rows_inside) & (across < columns_inside))[:, :, None]
+            drawn = ((logits > 0.0) & inside).to(tl.int32)
+            word += tl.sum(drawn << (quarter * 4 + part)[None, :, None], 1)
+            above += tl.sum(drawn, 1)
+            tight += tl.sum(((logits > 1.0) & inside).to(tl.int32), 1)
+            loose += tl.sum(((logits > -1.0) & inside).to(tl.int32), 1)
+        at = (point * masks + row)[None, :] * cells + cell[:, None]
+        tl.store(words + at, word.to(tl.int16), mask=(row < masks)[None, :] & (cell < cells)[:, None])
+    to = counts + point * (3 * ROWS_W) + row
+    tl.store(to, tl.sum(above, 0))
+    tl.store(to + ROWS_W, tl.sum(tight, 0))
+    tl.store(to + 2 * ROWS_W, tl.sum(loose, 0))
+
+
+def keep_distinct(overlaps: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Which [B, T] of each image's first `counts` masks overlap no earlier one that is kept, at most `most`.
+
+    Args:
+        overlaps: [B, T, T] bool.
+        counts: [B] int32.
+        most: masks of an image.
+    """
+    images, size = overlaps.shape[:2]
+    kept = torch.empty(images, size, dtype=torch.bool, device=overlaps.device)
+    _keep_distinct[(images,)](
+        overlaps.view(torch.uint8), counts, kept.view(torch.uint8), size, most, TILE_T=triton.next_power_of_2(size)
+    )
+    return kept
+
+
+@triton.jit
+def _keep_distinct(
+    overlaps,  # [B, T, T] uint8
+    counts,  # [B] int32
+    kept,  # [B, T] uint8
+    size,
+    most,
+    TILE_T: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE_T)
+    count = tl.load(counts + image)
+    is_open = (at < count).to(tl.int32)
+    chosen = tl.zeros((TILE_T,), tl.int32)
+    number = 0
+    for mask in range(0, count):
+        here = (at == mask).to(tl.int32)
+        take = (tl.sum(is_open * here, 0) > 0) & (number < most)
+        same = tl.load(overlaps + (image * size + mask) * size + at, mask=at < size, other=0).to(tl.int32)
+        is_open = tl.where(take, is_open * (1 - same), is_open)
+        chosen = tl.where(take, chosen + here, chosen)
+        number += take.to(tl.int32)
+    tl.store(kept + image * size + at, chosen.to(tl.uint8), mask=at < size)
