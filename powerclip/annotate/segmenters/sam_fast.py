@@ -111,7 +111,7 @@ class FastDecoder:
 
     def _attend(self, prompts: Tensor, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Tokens [B, P, T, D] and cells [n, S, D] after the decoder's transformer, from prompts [B, P, T, D]."""
-        from powerclip.annotate.segmenters.sam_kernels import update_and_attend
+        from powerclip.annotate.segmenters.sam_kernels import attend, update
 
         transformer = self.decoder.transformer
         one, two = transformer.layers
@@ -119,17 +119,16 @@ class FastDecoder:
         tokens = one.norm1(one.self_attn(prompts, prompts, prompts))
         tokens = one.norm2(tokens + _read_shared(one.cross_attn_token_to_image, tokens + prompts, encoded))
         tokens = one.norm3(tokens + one.mlp(tokens))
-        # Layer 1 changes the image by the tokens as they are here; what layer 2 reads of it depends on them alone too.
-        changed, placed = tokens, tokens + prompts
+        placed = tokens + prompts
+        image = update(encoded.image, encoded.positions, _update(one, tokens, placed))
         tokens = two.norm1(tokens + two.self_attn(placed, placed, tokens))
         reader = two.cross_attn_token_to_image
-        image, attended = update_and_attend(
-            encoded.image, encoded.positions, _update(one, changed, placed, reader, tokens + prompts)
-        )
+        attended = attend(image, encoded.positions, _queries(reader, tokens + prompts))
         tokens = two.norm2(tokens + _project(reader, attended, tokens))
         tokens = two.norm3(tokens + two.mlp(tokens))
         placed = tokens + prompts
-        image, attended = update_and_attend(image, encoded.positions, _update(two, tokens, placed, final, placed))
+        image = update(image, encoded.positions, _update(two, tokens, placed))
+        attended = attend(image, encoded.positions, _queries(final, placed))
         return transformer.norm_final_attn(tokens + _project(final, attended, tokens)), image
 
 
@@ -147,26 +146,32 @@ def _read_shared(attention: Attention, tokens: Tensor, encoded: Encoded) -> Tens
     return attention.out_proj(mixed.transpose(1, 2).flatten(2)).view_as(tokens)
 
 
-def _update(layer: TwoWayLayer, tokens: Tensor, placed: Tensor, reader: Attention, reading: Tensor) -> Update:
-    """How a layer changes the image by its tokens, which are also given with their positions, and what `reader` reads
-    then with its own."""
+def _update(layer: TwoWayLayer, tokens: Tensor, placed: Tensor) -> Update:
+    """How a layer changes the image by its tokens, which are also given with their positions."""
     from powerclip.annotate.segmenters.sam_kernels import Update
 
-    change = layer.cross_attn_image_to_token
-    keys, values, queries = change.k_proj(placed), change.v_proj(tokens), reader.q_proj(reading)
-    unit = _LOG2E / math.sqrt(keys.shape[-1] // _HEADS)
-    bias = (_by_head(keys).float() @ change.q_proj.bias.float().view(_HEADS, -1, 1)).squeeze(-1) * unit  # [n, 8, T]
+    attention = layer.cross_attn_image_to_token
+    keys, values = attention.k_proj(placed) * _unit(attention), attention.v_proj(tokens)
+    bias = (_by_head(keys).float() @ attention.q_proj.bias.float().view(_HEADS, -1, 1)).squeeze(-1)  # [n, 8, T]
     return Update(
-        keys=_slots(keys * unit, change.q_proj.weight),
+        keys=_slots(keys, attention.q_proj.weight),
         bias=F.pad(bias, (0, _TOKENS - bias.shape[-1]), value=-math.inf).flatten(1),
-        values=_slots(values, change.out_proj.weight.T),
-        value_bias=change.out_proj.bias.float(),
+        values=_slots(values, attention.out_proj.weight.T),
+        value_bias=attention.out_proj.bias.float(),
         norm_weight=layer.norm4.weight.float(),
         norm_bias=layer.norm4.bias.float(),
         eps=layer.norm4.eps,
-        # The keys' bias adds the same to a token's score at every cell.
-        queries=_slots(queries * unit, reader.k_proj.weight),
     )
+
+
+def _queries(attention: Attention, placed: Tensor) -> Tensor:
+    """The slots of tokens that read the image. The keys' bias adds the same to a token's score at every cell."""
+    return _slots(attention.q_proj(placed) * _unit(attention), attention.k_proj.weight)
+
+
+def _unit(attention: Attention) -> float:
+    """What makes scores of products, in units of log 2."""
+    return _LOG2E / math.sqrt(attention.q_proj.out_features // _HEADS)
 
 
 def _project(attention: Attention, attended: Tensor, tokens: Tensor) -> Tensor:

@@ -27,12 +27,14 @@ from torch import Tensor
 HEADS, TOKENS = 8, 8
 SLOTS = HEADS * TOKENS
 ROWS = 16  # of a point's masks, padded to what a tensor core takes
-TILE, WARPS = 64, 8  # cells at once: their features in float32 are 64 registers of a thread, as are the slots' sums
+# Cells at once: a tensor core of four warps takes 64 rows; their features in float32 are 128 registers of each thread.
+TILE, WARPS = 64, 4
+UPDATE_TILES = 16  # tiles that a program updates with the slots that it has loaded
 
 
 @dataclass(frozen=True)
 class Update:
-    """How a layer changes the image's cells, and what is then read from them."""
+    """How a layer changes the image's cells."""
 
     keys: Tensor  # [n, J, D]
     bias: Tensor  # [n, J] float32; -inf for a slot that is not used
@@ -41,38 +43,35 @@ class Update:
     norm_weight: Tensor  # [D] float32
     norm_bias: Tensor  # [D] float32
     eps: float
-    queries: Tensor  # [n, J, D]
 
 
-def update_and_attend(image: Tensor, positions: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-    """Cells [n, S, D] = LayerNorm(x + Σ_j softmax_t(⟨x + position, key_j⟩ + bias_j) value_j + value_bias), and what
-    each slot's query reads of them, [n, J, D] = Σ_s softmax_s(⟨cell + position, query_j⟩) cell.
+def update(image: Tensor, positions: Tensor, by: Update) -> Tensor:
+    """Cells [n, S, D] = LayerNorm(x + Σ_j softmax_t(⟨x + position, key_j⟩ + bias_j) value_j + value_bias).
 
     Args:
-        image: [B, S, D], the same for all points of an image, or [n, S, D]; S is a multiple of 64.
+        image: x [B, S, D], the same for all points of an image, or [n, S, D]; S is a multiple of `TILE`.
         positions: [S, D].
-        update: of each point; the softmax of a cell is over the tokens of one head.
+        by: the layer's slots for each point; the softmax of a cell is over the tokens of one head.
     """
-    count, cells, width = len(update.keys), image.shape[1], image.shape[2]
+    count, cells, width = len(by.keys), image.shape[1], image.shape[2]
     if cells % TILE or image.shape[1:] != positions.shape:
         raise ValueError(f"{cells} cells with positions {list(positions.shape)}: not whole tiles of {TILE}")
     updated = torch.empty(count, cells, width, dtype=image.dtype, device=image.device)
-    attended = torch.empty(count, SLOTS, width, dtype=image.dtype, device=image.device)
-    _update_and_attend[(count,)](
+    parts = max(1, cells // TILE // UPDATE_TILES)
+    _update[(count, parts)](
         image,
         positions,
-        update.keys,
-        update.bias,
-        update.values,
-        update.value_bias,
-        update.norm_weight,
-        update.norm_bias,
-        update.queries,
+        by.keys,
+        by.bias,
+        by.values,
+        by.value_bias,
+        by.norm_weight,
+        by.norm_bias,
         updated,
-        attended,
         cells,
         count // len(image),
-        update.eps,
+        cells // parts,
+        by.eps,
         D=width,
         H=HEADS,
         T=TOKENS,
@@ -80,11 +79,11 @@ def update_and_attend(image: Tensor, positions: Tensor, update: Update) -> tuple
         num_warps=WARPS,
         num_stages=1,
     )
-    return updated, attended
+    return updated
 
 
 @triton.jit
-def _update_and_attend(
+def _update(
     image,  # [B or n, S, D]
     positions,  # [S, D]
     keys,  # [n, J, D]
@@ -93,11 +92,10 @@ def _update_and_attend(
     value_bias,  # [D]
     norm_weight,
     norm_bias,
-    queries,  # [n, J, D]
     updated,  # [n, S, D]
-    attended,  # [n, J, D]
     cells,
     points,  # of an image that is the same for all of them, else 1
+    part,  # cells that a program updates
     eps,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -108,31 +106,78 @@ def _update_and_attend(
     wide = tl.arange(0, D)
     slot = tl.arange(0, H * T)
     of_slots = point * (H * T * D) + slot[:, None] * D + wide[None, :]
-    key, value, query = tl.load(keys + of_slots), tl.load(values + of_slots), tl.load(queries + of_slots)
+    key, value = tl.load(keys + of_slots), tl.load(values + of_slots)
     key_bias = tl.load(bias + point * (H * T) + slot)
-    added, weight, shift = tl.load(value_bias + wide), tl.load(norm_weight + wide), tl.load(norm_bias + wide)
     source = image + (point // points) * cells * D
     target = updated + point * cells * D
-    highest = tl.full((H * T,), -float("inf"), tl.float32)
-    total = tl.zeros((H * T,), tl.float32)
-    sums = tl.zeros((H * T, D), tl.float32)
-    for first in range(0, cells, TILE_S):
+    start = tl.program_id(1) * part
+    for first in range(start, start + part, TILE_S):
         at = (first + tl.arange(0, TILE_S))[:, None] * D + wide[None, :]
-        x, place = tl.load(source + at), tl.load(positions + at)
-        scores = tl.reshape(tl.dot(x + place, tl.trans(key)) + key_bias[None, :], (TILE_S, H, T))
+        x = tl.load(source + at)
+        scores = tl.dot(x + tl.load(positions + at), tl.trans(key)) + key_bias[None, :]
+        scores = tl.reshape(scores, (TILE_S, H, T))
         powers = tl.exp2(scores - tl.max(scores, 2, keep_dims=True))
         shares = tl.reshape(powers / tl.sum(powers, 2, keep_dims=True), (TILE_S, H * T))
-        y = x.to(tl.float32) + tl.dot(shares.to(x.dtype), value) + added[None, :]
+        # Vectors are loaded anew for each tile: they would take a hundred registers.
+        y = x.to(tl.float32) + tl.dot(shares.to(x.dtype), value) + tl.load(value_bias + wide)[None, :]
         y -= (tl.sum(y, 1) / D)[:, None]
         y *= tl.rsqrt(tl.sum(y * y, 1) / D + eps)[:, None]
-        cell = (y * weight[None, :] + shift[None, :]).to(x.dtype)
-        tl.store(target + at, cell)
-        drawn = tl.dot(query, tl.trans(cell + place))  # [J, TILE_S]
-        higher = tl.maximum(highest, tl.max(drawn, 1))
-        part = tl.exp2(drawn - higher[:, None])
+        y = y * tl.load(norm_weight + wide)[None, :] + tl.load(norm_bias + wide)[None, :]
+        tl.store(target + at, y.to(x.dtype))
+
+
+def attend(image: Tensor, positions: Tensor, queries: Tensor) -> Tensor:
+    """What slots read of the cells of their point's image, [n, J, D] = Σ_s softmax_s(⟨x + position, query_j⟩) x.
+
+    Args:
+        image: x [n, S, D]; S is a multiple of `TILE`.
+        positions: [S, D].
+        queries: [n, J, D].
+    """
+    count, cells, width = image.shape
+    attended = torch.empty_like(queries)
+    _attend[(count,)](
+        image,
+        positions,
+        queries,
+        attended,
+        cells,
+        D=width,
+        J=SLOTS,
+        TILE_S=TILE,
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    return attended
+
+
+@triton.jit
+def _attend(
+    image,  # [n, S, D]
+    positions,  # [S, D]
+    queries,  # [n, J, D]
+    attended,  # [n, J, D]
+    cells,
+    D: tl.constexpr,
+    J: tl.constexpr,
+    TILE_S: tl.constexpr,
+):
+    point = tl.program_id(0).to(tl.int64)
+    wide = tl.arange(0, D)
+    of_slots = point * (J * D) + tl.arange(0, J)[:, None] * D + wide[None, :]
+    query = tl.load(queries + of_slots)
+    highest = tl.full((J,), -float("inf"), tl.float32)
+    total = tl.zeros((J,), tl.float32)
+    sums = tl.zeros((J, D), tl.float32)
+    for first in range(0, cells, TILE_S):
+        at = (first + tl.arange(0, TILE_S))[:, None] * D + wide[None, :]
+        x = tl.load(image + point * cells * D + at)
+        scores = tl.dot(query, tl.trans(x + tl.load(positions + at)))  # [J, TILE_S]
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        powers = tl.exp2(scores - higher[:, None])
         smaller = tl.exp2(highest - higher)
-        total = total * smaller + tl.sum(part, 1)
-        sums = sums * smaller[:, None] + tl.dot(part.to(x.dtype), cell)
+        total = total * smaller + tl.sum(powers, 1)
+        sums = sums * smaller[:, None] + tl.dot(powers.to(x.dtype), x)
         highest = higher
     tl.store(attended + of_slots, (sums / total[:, None]).to(attended.dtype.element_ty))
 
@@ -259,7 +304,7 @@ def _draw(
         cell = begin + tl.arange(0, TILE_S)
         x = tl.load(image + point * cells * D + cell[:, None] * D + wide[None, :])
         word = tl.zeros((TILE_S, ROWS_W), tl.int32)
-        for quarter in tl.static_range(4):
+        for quarter in range(4):
             h = tl.dot(x, tl.load(first_weight + quarter * D * E + of_first)) + bias_one[None, :]
             if DETAILS:
                 at = ((owner * cells + cell) * 4 + quarter)[:, None] * E + narrow[None, :]
