@@ -287,15 +287,14 @@ def _draw(
     F: tl.constexpr = D // 8
     point = tl.program_id(0).to(tl.int64)
     owner = point // points
-    wide, narrow, last, row = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 4 * F), tl.arange(0, ROWS_W)
+    wide, narrow, row = tl.arange(0, D), tl.arange(0, E), tl.arange(0, ROWS_W)
     fine = tl.arange(0, F)
     kernel = tl.trans(tl.load(kernels + point * ROWS_W * F + row[:, None] * F + fine[None, :]))
-    second = tl.load(second_weight + narrow[:, None] * (4 * F) + last[None, :])
-    bias_one, bias_two = tl.load(first_bias + narrow), tl.load(second_bias + last)
+    of_second = narrow[:, None] * (4 * F) + fine[None, :]
+    bias_one = tl.load(first_bias + narrow)
     weight, shift = tl.load(norm_weight + narrow), tl.load(norm_bias + narrow)
     rows_inside, columns_inside = tl.load(extent + owner * 2), tl.load(extent + owner * 2 + 1)
     of_first = wide[:, None] * E + narrow[None, :]
-    part = tl.arange(0, 4)
     above = tl.zeros((TILE_S, ROWS_W), tl.int32)
     tight = tl.zeros((TILE_S, ROWS_W), tl.int32)
     loose = tl.zeros((TILE_S, ROWS_W), tl.int32)
@@ -312,20 +311,21 @@ def _draw(
             h -= (tl.sum(h, 1) / E)[:, None]
             h *= tl.rsqrt(tl.sum(h * h, 1) / E + eps)[:, None]
             h = _gelu(h * weight[None, :] + shift[None, :])
-            g = tl.dot(h.to(x.dtype), second) + bias_two[None, :]
-            if DETAILS:
-                at = ((owner * cells + cell) * 16 + quarter * 4)[:, None] * F + last[None, :]
-                g += tl.load(fine_details + at).to(tl.float32)
-            g = tl.reshape(_gelu(g).to(x.dtype), (TILE_S * 4, F))
-            logits = tl.reshape(tl.dot(g, kernel), (TILE_S, 4, ROWS_W))
-            down = (cell // columns * 4 + (quarter // 2) * 2)[:, None] + (part // 2)[None, :]
-            across = (cell % columns * 4 + (quarter % 2) * 2)[:, None] + (part % 2)[None, :]
-            inside = ((down < rows_inside) & (across < columns_inside))[:, :, None]
-            drawn = ((logits > 0.0) & inside).to(tl.int32)
-            word += tl.sum(drawn << (quarter * 4 + part)[None, :, None], 1)
-            above += tl.sum(drawn, 1)
-            tight += tl.sum(((logits > 1.0) & inside).to(tl.int32), 1)
-            loose += tl.sum(((logits > -1.0) & inside).to(tl.int32), 1)
+            h = h.to(x.dtype)
+            for part in tl.static_range(4):
+                g = tl.dot(h, tl.load(second_weight + part * F + of_second)) + tl.load(second_bias + fine)[None, :]
+                if DETAILS:
+                    at = ((owner * cells + cell) * 16 + quarter * 4 + part)[:, None] * F + fine[None, :]
+                    g += tl.load(fine_details + at).to(tl.float32)
+                logits = tl.dot(_gelu(g).to(x.dtype), kernel)
+                down = cell // columns * 4 + (quarter // 2) * 2 + part // 2
+                across = cell % columns * 4 + (quarter % 2) * 2 + part % 2
+                inside = ((down < rows_inside) & (across < columns_inside))[:, None]
+                drawn = ((logits > 0.0) & inside).to(tl.int32)
+                word += drawn << (quarter * 4 + part)
+                above += drawn
+                tight += ((logits > 1.0) & inside).to(tl.int32)
+                loose += ((logits > -1.0) & inside).to(tl.int32)
         at = (point * masks + row)[None, :] * cells + cell[:, None]
         tl.store(words + at, word.to(tl.int16), mask=(row < masks)[None, :] & (cell < cells)[:, None])
     to = counts + point * (3 * ROWS_W) + row
