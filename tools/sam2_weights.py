@@ -58,7 +58,7 @@ RENAMED = [
     (r"output_upscaling\.0\.", "upscale_conv1."),
     (r"output_upscaling\.1\.", "upscale_layer_norm."),
     (r"output_upscaling\.3\.", "upscale_conv2."),
-    (r"prompt_encoder\.pe_layer\.positional_encoding_gaussian_matrix$", "prompt_encoder.shared_embedding.positional_embedding"),
+    (r"pe_layer\.positional_encoding_gaussian_matrix$", "shared_embedding.positional_embedding"),
     (r"mask_downscaling\.0\.", "mask_embed.conv1."),
     (r"mask_downscaling\.1\.", "mask_embed.layer_norm1."),
     (r"mask_downscaling\.3\.", "mask_embed.conv2."),

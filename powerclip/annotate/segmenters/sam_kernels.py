@@ -306,17 +306,17 @@ def _draw(
         for quarter in range(4):
             h = tl.dot(x, tl.load(first_weight + quarter * D * E + of_first)) + bias_one[None, :]
             if DETAILS:
-                at = ((owner * cells + cell) * 4 + quarter)[:, None] * E + narrow[None, :]
-                h += tl.load(coarse_details + at).to(tl.float32)
+                finer = ((owner * cells + cell) * 4 + quarter)[:, None] * E + narrow[None, :]
+                h += tl.load(coarse_details + finer).to(tl.float32)
             h -= (tl.sum(h, 1) / E)[:, None]
             h *= tl.rsqrt(tl.sum(h * h, 1) / E + eps)[:, None]
             h = _gelu(h * weight[None, :] + shift[None, :])
             h = h.to(x.dtype)
-            for part in tl.static_range(4):
+            for part in range(4):
                 g = tl.dot(h, tl.load(second_weight + part * F + of_second)) + tl.load(second_bias + fine)[None, :]
                 if DETAILS:
-                    at = ((owner * cells + cell) * 16 + quarter * 4 + part)[:, None] * F + fine[None, :]
-                    g += tl.load(fine_details + at).to(tl.float32)
+                    finest = ((owner * cells + cell) * 16 + quarter * 4 + part)[:, None] * F + fine[None, :]
+                    g += tl.load(fine_details + finest).to(tl.float32)
                 logits = tl.dot(_gelu(g).to(x.dtype), kernel)
                 down = cell // columns * 4 + (quarter // 2) * 2 + part // 2
                 across = cell % columns * 4 + (quarter % 2) * 2 + part % 2
