@@ -117,6 +117,40 @@ with torch.inference_mode():
 """
 
 
+SAM2 = """
+from transformers import Sam2Config, Sam2Model
+from powerclip.annotate.segmenters import sam2_fast
+with torch.inference_mode():
+    network, generator = Sam2Model(Sam2Config()).eval(), torch.Generator().manual_seed(0)
+    for value in [*network.mask_decoder.parameters(), *network.prompt_encoder.parameters()]:
+        scale = 0.3 if value.ndim == 1 else 2 / value[0].numel() ** 0.5
+        value.copy_(scale * torch.randn(value.shape, generator=generator) + (value if value.ndim == 1 else 0))
+    network.prompt_encoder.shared_embedding.positional_embedding.normal_(generator=generator)
+    assert sam2_fast.is_known(network)
+    sizes = ((32, 32), (64, 16), (256, 8))
+    features = [torch.randn(2, width, side, side, generator=generator) for width, side in sizes]
+    points = torch.rand(2, 2, 2, generator=generator)
+    prompts = sam2_fast.point_encoder(network)
+    labels = torch.ones(2, 2, 1, dtype=torch.int)
+    sparse, _ = network.prompt_encoder((points * 1024 - 0.5).unsqueeze(2), labels, None, None)
+    given = sam2_fast.encoded(features, prompts, torch.float32)
+    expected, quality, _, _ = network.mask_decoder(
+        image_embeddings=features[2],
+        image_positional_embeddings=given.positions.T.view(1, 256, 8, 8).expand(2, -1, -1, -1),
+        sparse_prompt_embeddings=sparse,
+        dense_prompt_embeddings=network.prompt_encoder.no_mask_embed.weight.view(1, -1, 1, 1).expand(2, -1, 8, 8),
+        multimask_output=True,
+        high_resolution_features=features[:2],
+    )
+    fast = FastDecoder(sam2_fast.mask_decoder(network), torch.float32)
+    found = fast.decode(given, prompts(points), torch.tensor([[32, 32]] * 2, dtype=torch.int32), 0.0)
+    torch.testing.assert_close(found.quality.view(2, 2, 3), quality, atol=1e-5, rtol=1e-4)
+    masks = sam_fast.fine_cells(found.words, 8).view(2, 2, 3, 32, 32)
+    assert (masks == (expected > 0)).all()
+    assert 0.2 < masks.float().mean() < 0.8
+"""
+
+
 def interpret(script: str, *arguments: str) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -135,6 +169,11 @@ def test_half_precision_draws_the_official_weights_masks():
     from test_annotate_segmenters_mobile_sam import weights_file
 
     interpret(REAL, str(weights_file()))
+
+
+def test_kernels_draw_what_transformers_sam_2_draws():
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'powerclip[sam]'")
+    interpret(SAM2)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (20, 50), (13, 64), (32, 7)])

@@ -154,10 +154,17 @@ class PointEncoder(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """Masks, and how good they will be, for each point."""
+    """Masks, and how good they will be, for each point.
 
-    def __init__(self) -> None:
+    Args:
+        scores_objects: SAM 2's: a token before all others says whether there is an object, which is not asked here, and
+            the expected IoU is a sigmoid.
+    """
+
+    def __init__(self, scores_objects: bool = False) -> None:
         super().__init__()
+        self.obj_score_token = nn.Embedding(1, FEATURES) if scores_objects else None
+        self._first = int(scores_objects)  # where the token of quality is; those of masks follow
         self.transformer = TwoWayTransformer()
         self.iou_token = nn.Embedding(1, FEATURES)
         self.mask_tokens = nn.Embedding(1 + MASKS, FEATURES)  # the first is for several prompts at once
@@ -191,14 +198,16 @@ class MaskDecoder(nn.Module):
 
     def with_learned(self, prompts: Tensor) -> Tensor:
         """The prompts [B, P, 2, D] after the tokens that masks and their quality are read from."""
-        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
+        tokens = [self.obj_score_token, self.iou_token, self.mask_tokens]
+        learned = torch.cat([token.weight for token in tokens if token is not None])
         return torch.cat([learned.expand(*prompts.shape[:2], -1, -1), prompts], dim=2)
 
     def qualities(self, tokens: Tensor) -> Tensor:
         """The IoU [B, P, K] that is expected of each mask."""
-        return self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
+        quality = self.iou_prediction_head(tokens[:, :, self._first])[..., 1:].float()
+        return quality if self.obj_score_token is None else quality.sigmoid()
 
     def kernels(self, tokens: Tensor) -> Tensor:
         """What each mask [B, P, K, D/8] multiplies the finest features with."""
-        mlps = self.output_hypernetworks_mlps
-        return torch.stack([mlps[at](tokens[:, :, 1 + at]) for at in range(1, 1 + MASKS)], dim=2)
+        mlps, first = self.output_hypernetworks_mlps, self._first + 1
+        return torch.stack([mlps[at](tokens[:, :, first + at]) for at in range(1, 1 + MASKS)], dim=2)

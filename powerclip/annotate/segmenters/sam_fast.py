@@ -24,7 +24,7 @@ from torch import Tensor
 from powerclip.annotate.segmenters.base import Masks
 from powerclip.annotate.segmenters.overlap import mask_iou
 from powerclip.annotate.segmenters.points import PointOptions, extent_cells, point_grid
-from powerclip.annotate.segmenters.sam_decoder import MASKS, Attention, MaskDecoder, TwoWayLayer
+from powerclip.annotate.segmenters.sam_decoder import MASKS, Attention, MaskDecoder, PointEncoder, TwoWayLayer
 from powerclip.data.mask_codec import GRID
 
 if TYPE_CHECKING:
@@ -274,9 +274,7 @@ class FastPoints:
         at_once: points that are drawn together: each takes 4 MB.
     """
 
-    def __init__(
-        self, decoder: FastDecoder, prompt: Callable[[Tensor], Tensor], settings: PointOptions, at_once: int = 1024
-    ):
+    def __init__(self, decoder: FastDecoder, prompt: PointEncoder, settings: PointOptions, at_once: int = 1024):
         self.decoder, self.prompt, self.settings, self.at_once = decoder, prompt, settings, at_once
 
     def submit(self, encoded: Encoded, extent: Tensor) -> Callable[[], list[Masks]]:
