@@ -99,7 +99,7 @@ def _load(name: str) -> tuple[Any, str]:
     except ImportError:
         raise UserError("segmenter sam2 needs transformers 4.56 or newer: pip install 'powerclip[sam]'") from None
     try:
-        network = Sam2Model.from_pretrained(name)
+        network = Sam2Model.from_pretrained(name, dtype=torch.float32)  # also of a file in half precision
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"SAM 2 cannot be loaded from {name!r}: {reason}") from None
