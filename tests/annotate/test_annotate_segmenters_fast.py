@@ -196,5 +196,23 @@ def test_the_bits_of_a_word_are_the_fine_cells_of_a_cell_in_quarters_of_quarters
     assert mask.nonzero().tolist() == [[4, 5], [7, 7]]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_masks_are_those_of_float32():
+    from annotate_examples import photo
+    from test_annotate_segmenters_mobile_sam import best_overlap, weights_file
+
+    from powerclip.annotate.segmenters.base import SegmenterImage
+    from powerclip.annotate.segmenters.mobile_sam import MobileSam
+    from powerclip.data.decode import decode_rgb
+
+    images = [SegmenterImage(str(seed), decode_rgb(photo(seed, (320, 200 + 40 * seed)))) for seed in range(4)]
+    quick, exact = (
+        MobileSam(weights_file(), torch.device("cuda"), fast=fast, points=8).segment(images) for fast in (True, False)
+    )
+    overlaps = [best_overlap(one, mask) for one, other in zip(quick, exact, strict=True) for mask in other if len(one)]
+    assert len(overlaps) > 0
+    assert np.mean(overlaps) > 0.97
+
+
 def test_without_a_gpu_the_plain_decoder_computes():
     assert not is_possible(torch.device("cpu"))

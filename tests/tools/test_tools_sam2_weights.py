@@ -188,6 +188,6 @@ def test_the_real_package_answers_as_onnx_runtime_does(tmp_path, capsys):
     assert float(printed.split("IoU of the masks ")[1].split(",")[0]) > 0.999
     from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
 
-    segmenter = load_segmenter("sam2", "cpu", str(tmp_path / "sam2"), points=4, quality=0.7, stability=0.8)
+    segmenter = load_segmenter("sam2", "cpu", str(tmp_path / "sam2"), points=4)
     (masks,) = segmenter.segment([SegmenterImage("cat", data.chelsea())])
     assert len(masks) > 1

@@ -91,8 +91,8 @@ class PointSegmenter(ABC):
         for points in point_grid(self.settings.points).to(self.device).split(step):
             for at, masks, quality in self._select(self.decode(encoded, points * extent[:, None]), extent):
                 selected[at].append((masks, quality))
-        masks = [self._distinct(parts) for parts in selected]
-        return lambda: masks
+        results = [self._distinct(parts) for parts in selected]
+        return lambda: results
 
     def _select(self, drawn: Drawn, extent: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of one batch of points: each image's number, its good masks on the grid, and their expected IoU."""

@@ -17,6 +17,8 @@ from powerclip.annotate.segmenters.sam_fast import FastDecoder, FastPoints, is_p
 from powerclip.errors import UserError
 
 DEFAULT = "facebook/sam2.1-hiera-small"
+# Its edges are softer than SAM's: with SAM's thresholds small images keep no mask at all.
+QUALITY, STABILITY = 0.7, 0.8
 # ImageNet's, which SAM 2 was trained with, for values from 0 to 255.
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 PIXEL_STD = (58.395, 57.12, 57.375)
@@ -47,6 +49,7 @@ class Sam2(PointSegmenter):
         self.network, identity = _load(weights or DEFAULT)
         fast = is_possible(device) and is_known(self.network) if fast is None else fast
         default = 1024 if fast else 512 if device.type == "cuda" else 32
+        options = {"quality": QUALITY, "stability": STABILITY, **options}
         super().__init__(PointOptions(**options), {"weights": identity}, device, at_once or default)
         self.network.to(device)
         self._fast = None

@@ -37,8 +37,10 @@ _CANDIDATES = 256
 
 
 def is_possible(device: torch.device) -> bool:
-    """Whether the kernels run there."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    """Whether the kernels run there: they need Triton and tensor cores that take half precision (Ampere or newer)."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)
