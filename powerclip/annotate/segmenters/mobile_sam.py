@@ -88,7 +88,7 @@ class MobileSam(PointSegmenter):
         self._dtype, self._fast = torch.float32, None
         if fast:
             self._dtype = torch.float16
-            self.network.image_encoder.to(self._dtype, memory_format=torch.channels_last)
+            self.network.image_encoder.to(self._dtype).to(memory_format=torch.channels_last)
             decoder = FastDecoder(self.network.mask_decoder, self._dtype)
             # Positions stay in float32: half precision would move points by pixels.
             self._fast = FastPoints(decoder, self.network.prompt_encoder, self.settings, self._at_once)

@@ -61,7 +61,7 @@ def point_encoder(network: Any) -> PointEncoder:
         encoder.not_a_point_embed.weight.copy_(theirs.not_a_point_embed.weight)
         encoder.no_mask_embed.weight.copy_(theirs.no_mask_embed.weight)
         for ours, row in zip(encoder.point_embeddings, theirs.point_embed.weight, strict=True):
-            ours.weight.copy_(row)
+            next(ours.parameters()).copy_(row)
     return encoder.to(network.device).eval().requires_grad_(False)
 
 

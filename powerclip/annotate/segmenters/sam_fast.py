@@ -14,7 +14,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -74,7 +74,8 @@ class FastDecoder:
     def __init__(self, decoder: MaskDecoder, dtype: torch.dtype = torch.float16):
         from powerclip.annotate.segmenters.sam_kernels import Upscaling
 
-        first, norm, _, second, _ = decoder.output_upscaling
+        steps: Any = decoder.output_upscaling
+        first, norm, _, second, _ = steps
         self.upscaling = Upscaling(
             first=first.weight.permute(2, 3, 0, 1).flatten(0, 1).to(dtype).contiguous(),  # [4, D, D/4]
             first_bias=first.bias.float(),
@@ -116,7 +117,7 @@ class FastDecoder:
         from powerclip.annotate.segmenters.sam_kernels import attend, update
 
         transformer = self.decoder.transformer
-        one, two = transformer.layers
+        one, two = (layer for layer in transformer.layers if isinstance(layer, TwoWayLayer))
         final = transformer.final_attn_token_to_image
         tokens = one.norm1(one.self_attn(prompts, prompts, prompts))
         tokens = one.norm2(tokens + _read_shared(one.cross_attn_token_to_image, tokens + prompts, encoded))
