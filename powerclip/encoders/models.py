@@ -121,9 +121,11 @@ def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Sizes are written as one number or as a pair, in lists or tuples."""
+    """Sizes are written as one number or as a pair, in lists or tuples; a local text encoder counts by its config."""
     if isinstance(value, list | tuple):
         return value[0] if len(set(value)) == 1 else list(value)
+    if isinstance(value, str) and (Path(value) / "config.json").is_file():
+        return (Path(value) / "config.json").read_text(encoding="utf-8")
     return value
 
 

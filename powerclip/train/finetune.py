@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -65,6 +66,20 @@ def _tower(parameters: Iterable[tuple[str, nn.Parameter]], blocks: Sequence[nn.M
         if part in PROJECTIONS:
             tower.projection.append(parameter)
     return tower
+
+
+def redraw(encoder: DualEncoder, fresh: DualEncoder, parts: Sequence[str]) -> None:
+    """Give an encoder the weights of a fresh one: in the towers that `parts` name, and in both projections for `heads`.
+
+    So one folder of pretrained towers starts a run with both, with either, and, as what they are compared with, none.
+    """
+    old, new = towers_of(encoder), towers_of(fresh)
+    with torch.no_grad():
+        for name in TOWERS:
+            kept = _parameters(old[name]) if name in parts else old[name].projection if "heads" in parts else ()
+            drawn = _parameters(new[name]) if name in parts else new[name].projection if "heads" in parts else ()
+            for parameter, value in zip(kept, drawn, strict=True):
+                parameter.copy_(value)
 
 
 def prepare(encoder: DualEncoder, settings: TrainSection) -> None:
