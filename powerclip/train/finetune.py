@@ -102,6 +102,15 @@ def prepare(encoder: DualEncoder, settings: TrainSection) -> None:
         )
 
 
+def train_mode(encoder: nn.Module) -> None:
+    """Set an encoder to training, but not what is frozen: a text tower of Hugging Face drops a tenth of its states."""
+    encoder.train()
+    for module in encoder.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+
+
 def freeze(tower: Tower, name: str, depth: int | None) -> None:
     """Freeze the embeddings and the first `depth` blocks of a tower; without a depth all of it."""
     if depth is not None and depth > len(tower.blocks):

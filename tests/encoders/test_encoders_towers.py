@@ -25,8 +25,9 @@ from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.encoders.text import text_blocks
 from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
-from powerclip.train.loop import train
+from powerclip.train.loop import run_evaluation, train
 from powerclip.train.recipe import ModelSection
+from powerclip.train.state import start
 
 transformers = pytest.importorskip("transformers")
 
@@ -210,6 +211,19 @@ def test_a_saved_model_brings_its_local_text_encoder_along(bert, tmp_path):
     clip = open_clip.create_model(f"local-dir:{tmp_path}/again").eval()
     with torch.no_grad():
         assert torch.equal(clip.encode_text(ids, normalize=True), expected)
+
+
+def test_a_frozen_tower_drops_nothing_out_also_after_an_evaluation(bert, tmp_path):
+    config = with_text(bert, context_length=20, hf_proj_type="linear")
+    for freeze, still in (("text", True), ("text:2", True), ("text:1", False), ("image", False)):
+        state = start(replace(tiny(tmp_path, f"train.freeze={freeze}"), model=ModelSection(config=config)))
+        ids = tokenizer_for(state.encoder)(CAPTIONS)
+        for _ in range(2):
+            # Bert drops a tenth of its states while it is trained.
+            first, second = (state.encoder.encode_text(ids) for _ in range(2))
+            assert torch.equal(first, second) == still
+            assert state.encoder.training
+            run_evaluation(lambda encoder: {"trains": encoder.training}, state)
 
 
 def test_words_of_a_fast_tokenizer_know_their_characters(bert):
