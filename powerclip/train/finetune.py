@@ -201,6 +201,10 @@ def merged(encoder: DualEncoder) -> DualEncoder:
     plain = copy.deepcopy(encoder)
     for module in [module for module in plain.modules() if parametrize.is_parametrized(module)]:
         adapted: Any = module
+        # torch made a class for the module, which the copy shares: removing its properties would take them from both.
+        kind = type(module)
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        adapted.__class__ = type(kind.__name__, kind.__bases__, own)
         for name in list(adapted.parametrizations):
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     return plain.requires_grad_(True)

@@ -207,6 +207,13 @@ def test_a_run_with_adapters_resumes_bit_equal(tmp_path):
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+def test_a_run_with_adapters_goes_on_after_a_checkpoint(tmp_path):
+    train(lora(tmp_path, "train.checkpoint_every=1", "train.keep=9"), tmp_path / "run", quiet=True)
+    train(lora(tmp_path, "train.checkpoint_every=0"), tmp_path / "without", quiet=True)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) > 1
+    assert same_weights(tmp_path / "run", tmp_path / "without")
+
+
 @pytest.mark.parametrize("overrides", [["train.layer_decay=0.9"], ["train.sharding=full"], ["train.lora=-1"]])
 def test_what_does_not_go_with_adapters_is_refused(tmp_path, overrides):
     with pytest.raises(UserError, match=r"train\.lora"):
