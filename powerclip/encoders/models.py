@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,9 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     """Construct the towers and fill them with the weights, if there are any."""
     config, source = blueprint.config, blueprint.source
     check_config(config, source)
+    encoder = config["text_cfg"].get("hf_model_name") or ""
+    if os.path.isabs(encoder) and not os.path.isdir(encoder):
+        raise UserError(f"{source}: its text tower's config and tokenizer are to be in {encoder}, which is not there")
     arguments = copy.deepcopy(config)
     custom = arguments.pop("custom_text", False) or bool(arguments["text_cfg"].get("hf_model_name"))
     kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
