@@ -13,11 +13,10 @@ from powerclip.data.columns import Columns
 from powerclip.data.corpus import TreeSidecars, find_trees
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.loader import BatchLoader
-from powerclip.data.paths import expand_pattern
 from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader, ShardOptions
-from powerclip.data.shards import ShardSet
+from powerclip.data.shards import ShardSet, expand_shards
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, tokenizer_for
@@ -130,7 +129,7 @@ def _corpus_loader(
 ) -> CorpusLoader:
     data = recipe.data
     assert data.shards is not None  # DataSection checks it
-    paths = expand_pattern(data.shards, "data.shards")
+    paths = expand_shards(data.shards, "data.shards")
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
     trees, note = corpus_trees(recipe, paths, cache, ranks)

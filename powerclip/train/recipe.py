@@ -31,6 +31,7 @@ from powerclip.settings import (
 DEFAULT_SCENES = 500
 
 TOWERS = ("image", "text")  # as train.freeze names them
+REDRAWN = (*TOWERS, "heads")  # as model.redraw names what is drawn anew
 
 # As data.trees: every caption is one phrase; only stored trees are read.
 FLAT, SIDECARS = "flat", "sidecars"
@@ -45,6 +46,8 @@ class ModelSection:
     # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
     # NAME/TAG, which need no name; null: random weights
     pretrained: str | None = None
+    # what of the pretrained model is drawn anew from train.seed: image or text, a whole tower, heads, both projections
+    redraw: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
@@ -52,6 +55,9 @@ class ModelSection:
             raise ValueError("give either model.name or model.config (both are set; null unsets one)")
         if self.name is None and self.config is None and self.pretrained is None:
             raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
+        if self.redraw is not None and self.name is None and self.pretrained is None:
+            raise ValueError("model.redraw is for pretrained weights: set model.pretrained as well")
+        parse_redraw(self.redraw)
 
 
 @dataclass(frozen=True)
@@ -313,6 +319,14 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if key not in FREE_ON_RESUME | unknown and before.get(key) != after.get(key)
     ]
+
+
+def parse_redraw(text: str | None) -> list[str]:
+    """`text,heads` → the parts that are drawn anew. ValueError when it names something else."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if (text is not None and not parts) or set(parts) - set(REDRAWN):
+        raise ValueError(f"model.redraw must name parts, such as text, heads or image,text, not {text!r}")
+    return parts
 
 
 def parse_freeze(text: str | None) -> dict[str, int | None]:
