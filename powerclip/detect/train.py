@@ -59,6 +59,39 @@ def read_boxes(data: str, images: list[str], scenes: int, part: str) -> BoxSet:
     return read_coco(Path(data).expanduser(), [Path(one).expanduser() for one in images])
 
 
+def describe_run(recipe: DetectRecipe, output: str | Path) -> list[str]:
+    """What `train_detector` would do, in lines; nothing is written.
+
+    Raises:
+        UserError: the data or the model are not usable.
+    """
+    data = read_boxes(recipe.data, recipe.images, recipe.scenes, "train")
+    learned = data.base()
+    encoder, _, _ = load(recipe.model, recipe.pretrained)
+    detector = Detector(encoder, HeadConfig(recipe.size, recipe.width, recipe.hidden))
+    parameters = sum(p.numel() for p in detector.parameters())
+    tower = sum(p.numel() for p in encoder.clip.visual.parameters())
+    patches = -(-recipe.size // detector.patch)
+    chosen = "as given" if recipe.exponents else f"chosen after {calibration_steps(recipe):,} more steps"
+    state = "holds a run (--resume or --overwrite)" if not DetectFolder(Path(output)).is_empty() else "is free"
+    return [
+        *data.faults,
+        f"data        {len(learned):,} images with {learned.boxes:,} boxes of "
+        f"{int((learned.counts() > 0).sum())} base classes",
+        f"tower       {recipe.model}, {tower:,} parameters, {'tuned' if recipe.tune else 'as it is'}; images up to "
+        f"{recipe.size} pixels, {patches} × {patches} patches",
+        f"detector    {parameters:,} parameters, maps at strides {', '.join(map(str, detector.pyramid.strides))}",
+        f"run         {recipe.steps:,} steps of {recipe.batch_size} images, "
+        f"{recipe.steps * recipe.batch_size / len(learned):.1f} epochs; exponents {chosen}",
+        f"output      {output} {state}",
+    ]
+
+
+def calibration_steps(recipe: DetectRecipe) -> int:
+    """Updates of the detector that exponents are chosen with."""
+    return recipe.calibration_steps or max(1, recipe.steps // 2)
+
+
 def train_detector(
     recipe: DetectRecipe,
     output: str | Path,
@@ -133,7 +166,7 @@ def calibrate(
     found = Calibration.read(folder.exponents)
     if found is None:
         parts = deal(learned, recipe.seed)
-        steps = recipe.calibration_steps or max(1, recipe.steps // 2)
+        steps = calibration_steps(recipe)
         shorter = replace(recipe, steps=steps, warmup=min(recipe.warmup, steps), seed=key_of(recipe.seed, 1) % 2**32)
         # Tuned, the tower would go on from here: what it learns shall not depend on the calibration.
         encoder = copy.deepcopy(tower) if recipe.tune else tower
