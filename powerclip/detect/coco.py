@@ -81,6 +81,9 @@ def read_coco(path: Path, images: Sequence[Path] = ()) -> BoxSet:
         UserError: it is no such file, has no class of either split, or its images are not there.
     """
     content = _read(path)
+    for place in images:
+        if not place.exists():
+            raise UserError(f"--images: there is no file or folder {place}")
     classes, label_of, ignored = _classes(content["categories"], path)
     faults = _Faults()
     listed = _images(content["images"], path, faults)
