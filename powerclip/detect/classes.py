@@ -1,7 +1,6 @@
 """What a detector may name: classes with their split, and their directions in the joint space.
 
-The text embedding is all that names a class, so any phrase can be one. OV-COCO's split and the paper's Table 15 lie in
-`ov_coco.json`.
+The text embedding is all that names a class, so any phrase can be one. OV-COCO's split lies in `ov_coco.json`.
 
 Axes: K classes · D width of the joint space
 """
@@ -14,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -66,9 +65,11 @@ class Classes:
 
 
 @functools.cache
-def ov_coco() -> dict[str, Any]:
-    """OV-COCO: the names of its `base` and `novel` classes, and the `published` rows of Table 15."""
-    content: dict[str, Any] = json.loads(files("powerclip.detect").joinpath("ov_coco.json").read_text(encoding="utf-8"))
+def ov_coco() -> dict[str, list[str]]:
+    """The names of OV-COCO's `base` and of its `novel` classes."""
+    content: dict[str, list[str]] = json.loads(
+        files("powerclip.detect").joinpath("ov_coco.json").read_text(encoding="utf-8")
+    )
     return content
 
 

@@ -26,11 +26,13 @@ from powerclip.encoders.models import Blueprint
 from powerclip.encoders.resolve import resolve
 from powerclip.errors import UserError
 from powerclip.evaluate.ground_figure import model_names
+from powerclip.evaluate.paper_tables import published
 from powerclip.report.table import Cell, Column, Row, Table, fixed, rank
 from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.progress import Progress
 
+OV_COCO_IMAGES = 4000  # of its validation part there are 4,836; a part of them is another dataset
 LONGER = 2  # an image's longer side in sides of the tower's own images, unless it is said
 
 
@@ -85,7 +87,7 @@ def evaluate_detection(
         record, table, files = measure(model, pretrained, boxes, size, where, progress)
     kind = "gold boxes" if gold_boxes else "AP50"
     record = {
-        "dataset": f"{_dataset(data)}{'_gold_boxes' if gold_boxes else ''}",
+        "dataset": f"{_dataset(data, boxes)}{'_gold_boxes' if gold_boxes else ''}",
         "model": model,
         "task": "box_naming" if gold_boxes else "detection",
         **record,
@@ -113,9 +115,15 @@ def describe(boxes: BoxSet) -> str:
     return f"{len(boxes):,} images; boxes: {' and '.join(parts)}; {len(boxes.classes)} candidates for each"
 
 
-def _dataset(data: str) -> str:
-    """What the data are called in files: `val.json.gz` → `val`."""
+def _dataset(data: str, boxes: BoxSet) -> str:
+    """What the data are called in files: `val.json.gz` → `val`; all of OV-COCO's images are `ov_coco`."""
+    if _is_ov_coco(boxes.classes) and len(boxes) >= OV_COCO_IMAGES:
+        return "ov_coco"
     return Path(data).name.removesuffix(".gz").removesuffix(".json")
+
+
+def _is_ov_coco(classes: Classes) -> bool:
+    return set(classes.names) == {*ov_coco()["base"], *ov_coco()["novel"]}
 
 
 _Measured = tuple[dict[str, Any], Table, dict[str, bytes]]  # the record, what is printed, further files
@@ -192,23 +200,18 @@ def _name(
 
 def ap_table(name: str, measured: AveragePrecision) -> Table:
     """The three numbers in percent; for OV-COCO's classes beside the paper's Table 15."""
-    paper = ov_coco()
-    comparable = set(measured.classes.names) == {*paper["base"], *paper["novel"]}
-    rows: list[tuple[str, list[float | None], bool]] = [
-        (row["method"], [row[part] for part in ("base", "novel", "all")], True)
-        for row in (paper["published"] if comparable else ())
-    ]
-    scores = [None if score is None else 100 * score for score in measured.scores.values()]
-    rows.append((name, scores, False))
+    printed = published()["ov_coco"]["rows"] if _is_ov_coco(measured.classes) else {}
+    rows: list[tuple[str, Sequence[float | None], bool]] = [(method, row, True) for method, row in printed.items()]
+    rows.append((name, [None if score is None else 100 * score for score in measured.scores.values()], False))
     missing = [n for n, ap in zip(measured.classes.names, measured.of_class, strict=True) if ap is None]
-    notes = ["† as published in the paper, for all of OV-COCO and towers trained on CC12M."] if comparable else []
+    notes = ["† as published in the paper, for all of OV-COCO and towers trained on CC12M."] if printed else []
     if missing:
         more = ", …" if len(missing) > 5 else ""
         notes.append(f"Means leave out {len(missing)} classes without a box: {', '.join(missing[:5])}{more}.")
     return Table(
         [Column("AP50 base"), Column("AP50 novel"), Column("AP50")],
         [Row(label, [Cell(fixed(value)) for value in values], published=old) for label, values, old in rows],
-        title="Table 15. OV-COCO" if comparable else "AP50, %",
+        title="Table 15. OV-COCO" if printed else "AP50, %",
         corner="Method",
         notes=notes,
     )
