@@ -186,8 +186,9 @@ def test_at_the_towers_own_size_maps_are_its_patches_bit_for_bit(variant, images
 def test_at_another_size_maps_are_those_of_the_tower_that_open_clip_makes_for_it():
     from open_clip.model import resize_pos_embed
 
-    model = encoder()
     config = tiny_config()
+    config["vision_cfg"]["image_size"] = 32  # open_clip takes the positions in weights for a square
+    model = build(config=config).eval()
     config["vision_cfg"]["image_size"] = [64, 40]
     larger = build(config=config).eval()
     state = model.clip.state_dict()
