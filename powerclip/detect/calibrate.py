@@ -32,6 +32,7 @@ from powerclip.runtime.progress import Progress
 HELD_OUT = 4  # every fourth class, by how often it occurs
 CHOSEN_ON = 5  # every fifth image
 MOST_IMAGES = 1000  # that the exponents are chosen on
+WEAK = 0.01  # AP50 below which a difference says nothing
 GRID = tuple(k / 10 for k in range(11))
 _AGAIN = "give the exponents, --exponents 0.2,0.45"
 
@@ -63,6 +64,16 @@ class Calibration:
             f"exponents {self.exponents.base:g} (base) and {self.exponents.novel:g} (novel), chosen on {self.images:,} "
             f"images with {len(self.held_out)} of the base classes held out: AP50 {100 * base:.1f} of those seen, "
             f"{100 * novel:.1f} of those held out"
+        )
+
+    def warning(self) -> str | None:
+        """What is to be said of a choice that the detector was too weak for."""
+        weak = [name for name, values in (("base", self.base), ("novel", self.novel)) if max(values) < WEAK]
+        if not weak:
+            return None
+        return (
+            f"AP50 is below {100 * WEAK:g} % with every exponent of {' and of '.join(weak)} classes: the choice is mostly "
+            "chance; train for longer, or give --exponents"
         )
 
     def write(self, path: Path) -> None:

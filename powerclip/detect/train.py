@@ -176,6 +176,8 @@ def calibrate(
         found.write(folder.exponents)
         shutil.rmtree(folder.checkpoints)
     progress.say(found.describe())
+    if warning := found.warning():
+        progress.warn(warning)
     return found.exponents
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,8 @@ def test_each_part_gets_the_exponent_with_which_its_classes_are_found_best(monke
     monkeypatch.setattr(calibrate, "find_boxes", find)
     chosen = choose_exponents(None, parts, torch.zeros(len(novel), 4), quiet=True)
     assert chosen.exponents.base < 0.5 < chosen.exponents.novel
+    assert chosen.warning() is None
+    assert "of novel classes: the choice is mostly chance" in (replace(chosen, novel=(0.001,) * 11).warning() or "")
     chosen.write(tmp_path / "exponents.json")
     assert Calibration.read(tmp_path / "exponents.json") == chosen
     assert Calibration.read(Path(tmp_path / "none.json")) is None
