@@ -72,8 +72,8 @@ class Calibration:
         if not weak:
             return None
         return (
-            f"AP50 is below {100 * WEAK:g} % with every exponent of {' and of '.join(weak)} classes: the choice is mostly "
-            "chance; train for longer, or give --exponents"
+            f"AP50 is below {100 * WEAK:g} % with every exponent of {' and of '.join(weak)} classes: the choice is "
+            "mostly chance; train for longer, or give --exponents"
         )
 
     def write(self, path: Path) -> None:
