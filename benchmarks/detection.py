@@ -24,17 +24,20 @@ from measure import run
 
 from powerclip.compare.significance import paired_p
 from powerclip.detect.evaluate import evaluate_detection
+from powerclip.detect.naming import name_by_detector
 from powerclip.detect.recipe import SCENES, DetectFolder, DetectRecipe
-from powerclip.detect.saved import is_detector
-from powerclip.detect.train import train_detector
+from powerclip.detect.saved import is_detector, load_detector
+from powerclip.detect.train import read_boxes, train_detector
 from powerclip.errors import UserError
 from powerclip.report.table import Table
+from powerclip.runtime.distributed import choose_device
 from powerclip.runtime.environment import machine
 from powerclip.runtime.files import write_atomic
 from powerclip.runtime.processes import ProcessPool
 
 VIEWS = ("region", "crop", "image", "learned", "both")
 NAMING = [f"{view}_{part}" for view in VIEWS for part in ("base", "novel", "base_mean", "novel_mean")]
+SETTINGS = ("size", "steps", "calibration_steps", "batch_size", "width", "hidden", "lr", "tune")
 FOUND = ["ap50_base", "ap50_novel", "ap50"]
 
 
@@ -87,12 +90,23 @@ def measure_task(task: Task, say: Callable[[str], None]) -> dict[str, Any]:
             train_detector(task.recipe, detector.root, resume=detector.holds_run(), quiet=True)
             say(f"trained, {time.perf_counter() - began:.0f} s")
         boxes = evaluate_detection(str(detector.root), task.val, **data)
-        names = evaluate_detection(str(detector.root), task.val, gold_boxes=True, **data)["metrics"]
-        own = {key: value for key, value in names.items() if key.startswith(("learned", "both"))}
+        own = name_as_detector(detector, task)
         about = boxes["powerclip"]
         keep({**boxes["metrics"], **own, "exponents": about["exponents"], "of_class": about["of_class"]})
         say(f"measured, {time.perf_counter() - began:.0f} s")
     return found
+
+
+def name_as_detector(folder: DetectFolder, task: Task) -> dict[str, float]:
+    """How the detector's own opinions name gold boxes."""
+    trained = load_detector(folder.root, choose_device("auto"))
+    boxes = read_boxes(task.val, list(task.val_images), task.recipe.scenes, "val")
+    classes = trained.classes(boxes.classes.names)
+    texts = trained.embed(classes)
+    named = name_by_detector(
+        trained.detector, boxes, texts, trained.exponents.of(classes).to(texts.device)
+    ).accuracies()
+    return {f"{view}_{part}": value for view in ("learned", "both") for part, value in named[view].items()}
 
 
 def load_worker(number: int, count: int) -> Callable[[Task, Callable[[Any], None]], dict[str, Any]]:
@@ -159,6 +173,7 @@ def main() -> None:
     parser.add_argument("--only-names", action="store_true", help="gold boxes, no training")
     for name, kind, default in (("size", int, 240), ("steps", int, 600), ("batch-size", int, 16), ("width", int, 128)):
         parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--calibration-steps", type=int, default=0)
     for name, kind, default in (("hidden", int, 512), ("lr", float, 5e-4), ("scenes", int, 500), ("tune", float, 0.0)):
         parser.add_argument(f"--{name}", type=kind, default=default)
     given = parser.parse_args()
@@ -170,14 +185,13 @@ def main() -> None:
             scenes=given.scenes,
             seed=seed,
             warmup=given.steps // 10,
-            **{key: getattr(given, key) for key in ("size", "steps", "batch_size", "width", "hidden", "lr", "tune")},
+            **{key: getattr(given, key) for key in SETTINGS},
         )
         val = SCENES if given.data == SCENES else f"{given.data}/val.json.gz"
         tasks.append(Task(method, seed, model, given.output, recipe, val, (), given.only_names))
     # Seed by seed, so that what is there after a while compares all methods.
     tasks.sort(key=lambda task: task.seed)
-    names = ("size", "steps", "batch_size", "width", "hidden", "lr", "tune")
-    about = {"data": Path(given.data).name, **{key: getattr(given, key) for key in names}}
+    about = {"data": Path(given.data).name, **{key: getattr(given, key) for key in SETTINGS}}
     measured: dict[tuple[str, int], dict[str, Any]] = {}
     order = list(dict.fromkeys(task.method for task in tasks))
     torch.set_num_threads(1)

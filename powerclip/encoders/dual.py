@@ -145,8 +145,8 @@ class DualEncoder(nn.Module):
         pooled, patches, _ = forward_image(self.clip.visual, images, any_size=True)
         projected = project(patches, image_projection(self.clip.visual))
         grid = grid_of(self.clip.visual, images)
-        maps = (one.transpose(1, 2).unflatten(2, grid) for one in (patches, projected))
-        return self._image_embedding(pooled), *maps
+        own, joint = (one.transpose(1, 2).unflatten(2, grid) for one in (patches, projected))
+        return self._image_embedding(pooled), own, joint
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of captions."""

@@ -16,6 +16,6 @@ def interpolate_positions(positions: Tensor, grid: tuple[int, int], wanted: tupl
     """
     if grid == wanted:
         return positions
-    from timm.layers import resample_abs_pos_embed
+    from timm.layers.pos_embed import resample_abs_pos_embed
 
     return resample_abs_pos_embed(positions[None], list(wanted), list(grid), num_prefix_tokens=1)[0]
