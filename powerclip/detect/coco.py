@@ -151,7 +151,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _classes(categories: Sequence[Any], path: Path) -> tuple[Classes, dict[Any, int], set[Any]]:
     """The classes in their order, the label of each category, and the categories of neither split."""
     split = {name: part == "novel" for part in ("base", "novel") for name in ov_coco()[part]}
-    names, novel, label_of, ignored = [], [], {}, set()
+    names: list[str] = []
+    novel: list[bool] = []
+    label_of: dict[Any, int] = {}
+    ignored: set[Any] = set()
     for category in categories:
         if not isinstance(category, Mapping) or not isinstance(category.get("name"), str) or "id" not in category:
             raise UserError(f"{path}: a category needs an id and a name, got {category!r:.60}")
@@ -171,16 +174,14 @@ def _classes(categories: Sequence[Any], path: Path) -> tuple[Classes, dict[Any, 
 
 def _images(entries: Sequence[Any], path: Path, faults: _Faults) -> dict[Any, tuple[str, tuple[int, int]]]:
     """Image id → file name, and height and width."""
-    listed = {}
+    listed: dict[Any, tuple[str, tuple[int, int]]] = {}
     for number, entry in enumerate(entries):
-        name, sides = None, ()
-        if isinstance(entry, Mapping):
-            name, sides = entry.get("file_name"), (entry.get("height"), entry.get("width"))
-        whole = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
-        if not isinstance(name, str) or not whole or "id" not in entry:
+        named = isinstance(entry, Mapping) and "id" in entry and isinstance(entry.get("file_name"), str)
+        sides = (entry.get("height"), entry.get("width")) if named else ()
+        if not named or not all(isinstance(side, int) and side > 0 for side in sides):
             faults.add("images without an id, a file_name or a size left out", f"the {number + 1}th")
             continue
-        listed[entry["id"]] = (name, sides)
+        listed[entry["id"]] = (entry["file_name"], (entry["height"], entry["width"]))
     if not listed:
         raise UserError(f"{path}: it lists no image with id, file_name, width and height")
     return listed

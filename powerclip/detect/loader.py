@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ class BoxLoader:
             )
         return BoxBatch(images, boxes, labels, counts)
 
-    def stream(self, start: int, stop: int) -> Iterator[BoxBatch]:
+    def stream(self, start: int, stop: int) -> Generator[BoxBatch, None, None]:
         """Batches `start` … `stop`-1, decoded ahead by threads."""
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             waiting: list[list[Future[Tensor | None]]] = []

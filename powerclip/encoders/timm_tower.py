@@ -91,8 +91,8 @@ def forward_timm(visual: Any, images: Tensor, *, dense: bool = True, any_size: b
 @contextmanager
 def _reading_any_size(trunk: Any) -> Iterator[None]:
     """Let a trunk interpolate its positions (timm's `dynamic_img_size`), which it is normally built for or not."""
-    from timm.layers import PatchEmbed
     from timm.layers.format import Format
+    from timm.layers.patch_embed import PatchEmbed
     from timm.models.vision_transformer import VisionTransformer
 
     embed = trunk.patch_embed
@@ -101,15 +101,17 @@ def _reading_any_size(trunk: Any) -> Iterator[None]:
             f"the image tower is timm's {type(trunk).__name__}, which reads images of its own size only: detection "
             "needs open_clip's own ViT, or timm's with learned positions"
         )
-    changed = {trunk: {"dynamic_img_size": True}}
-    changed[embed] = {"strict_img_size": False, "flatten": False, "output_fmt": Format.NHWC}
-    before = {module: {name: getattr(module, name) for name in values} for module, values in changed.items()}
+    changed: list[tuple[Any, dict[str, Any]]] = [
+        (trunk, {"dynamic_img_size": True}),
+        (embed, {"strict_img_size": False, "flatten": False, "output_fmt": Format.NHWC}),
+    ]
+    before = [(module, {name: getattr(module, name) for name in values}) for module, values in changed]
     try:
-        for module, values in changed.items():
+        for module, values in changed:
             vars(module).update(values)
         yield
     finally:
-        for module, values in before.items():
+        for module, values in before:
             vars(module).update(values)
 
 
