@@ -48,12 +48,14 @@ def boxes_figure(image: Tensor, boxes: Sequence[NamedBox]) -> Figure:
         colour = COLOURS[names.index(one.name) % len(COLOURS)]
         axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=colour, lw=2))
         high = top < 0.05  # no room above: inside then
+        far = left > 0.75  # nor at the right
         axes.text(
-            left,
+            right if far else left,
             top,
             f" {one.name} {one.score:.2f} ".replace("$", r"\$"),
             fontsize=_FONT,
             color="white",
+            ha="right" if far else "left",
             va="top" if high else "bottom",
             clip_on=True,
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0},
