@@ -132,6 +132,28 @@ def test_a_timm_tower_without_patches_is_refused_with_the_reason(vision, message
         timm_tower("token", **vision)
 
 
+@pytest.mark.parametrize("kind", ["token", "mean", "map"])
+def test_a_timm_tower_reads_images_of_other_sizes_as_timm_itself_would_after_being_resized(kind):
+    model = timm_tower(kind)
+    own, other = torch.randn(1, 3, *model.image_size), torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        _, _, dense = model.encode_maps(own)
+        assert torch.equal(dense.flatten(2).transpose(1, 2), model.encode_patches(own)[1])
+        image, _, dense = model.encode_maps(other)
+        assert torch.equal(model.encode_patches(own)[0], model.encode_maps(own)[0])  # as before
+        trunk = model.clip.visual.trunk
+        trunk.set_input_size((64, 96))
+        model.clip.visual.image_size = (64, 96)
+        expected, patches = model.encode_patches(other)
+    assert torch.allclose(image, expected, atol=1e-5)
+    assert torch.allclose(dense.flatten(2).transpose(1, 2), patches, atol=1e-4)
+
+
+def test_a_tower_with_rotary_positions_says_that_it_reads_its_own_size_only():
+    with pytest.raises(UserError, match="reads images of its own size only"):
+        timm_tower("rotary").encode_maps(torch.randn(1, 3, 224, 224))
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 WORDS = ["a", "dog", "on", "the", "red", "chair", "sit", "##ting", "##s", "!", ".", ",", "&", "two"]

@@ -57,6 +57,7 @@ def test_the_published_tables_have_the_papers_shape():
         "winoground": (7, 3),
         "probe": (8, 3),
         "sugarcrepe_kinds": (9, 7),
+        "ov_coco": (6, 3),
     }
 
 
@@ -152,7 +153,8 @@ def test_of_two_results_of_a_model_none_is_dropped_in_silence():
 
 def test_a_table_that_another_one_repeats_adds_no_wins():
     everything = build_tables([])
-    assert sum(1 for table in everything if not table.counted) == 1
+    # Nor does OV-COCO, which is none of the paper's 28 benchmarks.
+    assert {table.key for table in everything if not table.counted} == {"sugarcrepe_kinds", "ov_coco"}
     assert wins_line(everything).startswith("Wins in 50 columns")  # 17 + 18 + 6 + 3 + 3 + 3
 
 
