@@ -60,6 +60,7 @@ def ground(
     "  powerclip evaluate --model my/model --grid captions10k/val-000.tar     # grounding without boxes\n"
     "  powerclip evaluate --model runs/quickstart/seed-0/powerclip/model --scenes 1000\n"
     "  powerclip evaluate --model my/model negatives.json --images captions10k/val-000.tar\n"
+    "  powerclip evaluate captions.csv --model runs/mine --score powerset --rerank 100     # or --score late\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
@@ -103,6 +104,24 @@ def evaluate(
     datasets: Annotated[
         list[str] | None, typer.Option("--datasets", help="Only these of the suite: a,b; may be repeated.")
     ] = None,
+    score: Annotated[
+        str,
+        typer.Option(
+            "--score", help="What compares images with texts: global embeddings, late or powerset (by parts)."
+        ),
+    ] = "global",
+    rerank: Annotated[
+        int, typer.Option("--rerank", min=0, help="Score only so many best by global embeddings anew. [default: all]")
+    ] = 0,
+    boxes: Annotated[
+        str | None, typer.Option("--boxes", help="Of powerset: 10 random boxes, or 3x3: all boxes of a grid.")
+    ] = None,
+    alignment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alignment", metavar="KEY=VALUE", help="Of powerset: other settings than the run's; repeatable."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the results go. [default: results/NAME-OF-MODEL]")
     ] = None,
@@ -121,9 +140,13 @@ def evaluate(
 
     Each dataset becomes a JSON file in clip-benchmark's schema. Datasets that are missing are listed with where to get
     them, and the rest is measured; the same command goes on where it stopped.
+
+    --score late compares each patch with each token, as FILIP does; --score powerset the regions of an image with the
+    phrases of a text, by the alignment settings of the run that the model comes from, or the default ones.
     """
     with interruptible("the same command goes on where it stopped"):
         from powerclip.evaluate.runner import evaluate_model
+        from powerclip.train.score_settings import score_settings
 
         evaluate_model(
             model,
@@ -143,6 +166,7 @@ def evaluate(
             again=again,
             quiet=quiet,
             columns=table_columns(image_column, caption_column),
+            score=score_settings(model, score, rerank=rerank, boxes=boxes, alignment=alignment or ()),
         )
 
 

@@ -279,8 +279,16 @@ def _is_number(value: object) -> bool:
 
 
 def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each result's model is called; models of the same name are told apart by a hash of their weights."""
-    names = [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])) for one in records]
+    """What each result's model is called, with the score that it was measured by unless that is the global one.
+
+    Models of the same name are told apart by a hash of their weights.
+    """
+    names = [
+        ", ".join(
+            filter(None, [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])), _score(one)])
+        )
+        for one in records
+    ]
     weights = [str(one.get("powerclip", {}).get("weights", "")) for one in records]
     different: dict[str, set[str]] = {}
     for name, digest in zip(names, weights, strict=True):
@@ -289,6 +297,11 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{name} ({digest[:6]})" if digest and len(different[name]) > 1 else name
         for name, digest in zip(names, weights, strict=True)
     ]
+
+
+def _score(record: Mapping[str, Any]) -> str:
+    about = record.get("powerclip", {}).get("score", {})
+    return str(about.get("name", "")) if isinstance(about, dict) else ""
 
 
 def _recalls(metrics: Mapping[str, float | None]) -> dict[tuple[str, int], float | None]:

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powerclip.alignment.late_interaction import expand_lengths, group_lengths, late_interaction
 from powerclip.objectives.base import Objective, Terms, clamp_scale, learned_scale, real_tokens
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.late_interaction import expand_lengths, group_lengths, late_interaction
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 

@@ -24,6 +24,8 @@ from powerclip.encoders import DualEncoder
 from powerclip.errors import UserError
 from powerclip.evaluate import embedder as embedding
 from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.pair_scores import ScoreSettings
+from powerclip.evaluate.paper_tables import build_tables, collect
 from powerclip.evaluate.runner import evaluate, evaluate_model, jobs_for_paths, jobs_for_suite, read_records
 from powerclip.evaluate.suites import BENCHMARKS, choose
 from powerclip.evaluate.tasks import LinearProbe
@@ -257,6 +259,33 @@ def test_results_are_named_after_the_run_and_not_after_its_folder_of_weights(tmp
     assert names == ["clip-seed-0", "powerclip-seed-0"]
     (record,) = read_records(tmp_path / "results" / "clip-seed-0" / "animals.json")
     assert record["model"] == "clip/seed-0"
+
+
+def test_results_by_parts_stand_beside_the_global_ones_and_say_what_they_are(tmp_path, capsys):
+    powerclip.save(tiny_model()[0], tmp_path / "model")
+    table, root = caption_table(tmp_path / "mine", 6), tmp_path / "root"
+    webdataset(root / "wds_food101")
+    for score in (None, ScoreSettings("late"), ScoreSettings("powerset", rerank=4, boxes=3)):
+        for _ in range(2):
+            evaluate_model(
+                str(tmp_path / "model"), [table], suite="classification", data=root, datasets=["food101"],
+                output=tmp_path / "out", device="cpu", score=score
+            )  # fmt: skip
+    names = {path.name for path in (tmp_path / "out").glob("*.json")}
+    scores = ("", ".late", ".powerset-of-the-4-best")
+    assert names == {f"{name}{score}.json" for name in ("captions", "food101") for score in scores}
+    printed = capsys.readouterr().out
+    assert "captions, powerset of the 4 best: image R@1" in printed
+    assert printed.count("food101, late: acc1") == 2
+    assert printed.count("(finished before)") == 3
+    record = read_records(tmp_path / "out" / "captions.powerset-of-the-4-best.json")[0]
+    assert record["powerclip"]["score"] == {
+        "name": "powerset of the 4 best", "alignment": {}, "nodes": "phrases", "regions": 3, "largest": 1.0, "seed": 0
+    }  # fmt: skip
+    assert "score" not in read_records(tmp_path / "out" / "captions.json")[0]["powerclip"]
+    rows = [method.name for method in build_tables(collect([tmp_path / "out"]), with_published=False)[0].methods]
+    model = f"{tmp_path.parent.name}/{tmp_path.name}"
+    assert rows == [model, f"{model}, late", f"{model}, powerset of the 4 best"]
 
 
 def test_the_suites_are_the_papers_28_benchmarks_and_the_linear_probe():
