@@ -71,9 +71,9 @@ def main() -> None:
     written = given.output / "scores.json"
     measured: Measured = json.loads(written.read_text())["runs"] if written.is_file() else {}
     pixels, wanted = PixelStore(), given.methods.split(",") if given.methods else None
-    models = [
-        path for path in sorted(given.models.glob("*/seed-*/model")) if not wanted or path.parent.parent.name in wanted
-    ]
+    # Seed by seed: a run that is cut short has all methods.
+    models = sorted(given.models.glob("*/seed-*/model"), key=lambda path: (path.parent.name, path.parent.parent.name))
+    models = [path for path in models if wanted is None or path.parent.parent.name in wanted]
     for path in models:
         name = f"{path.parent.parent.name}/{path.parent.name}"
         if name in measured:
@@ -130,7 +130,9 @@ def tables(measured: Measured) -> list[Table]:
         for label in SCORES:
             cells = []
             for data, metric in COLUMNS.values():
-                values = [100 * run[label][data][metric] for run in seeds.values() if metric in run[label].get(data, {})]
+                values = [
+                    100 * run[label][data][metric] for run in seeds.values() if metric in run[label].get(data, {})
+                ]
                 cells.append(f"{fixed(mean(values))} ± {fixed(stdev(values))}" if len(values) > 1 else shown(values))
             recalls, base = (
                 [100 * run[which]["val"]["mean_recall"] for run in seeds.values()] for which in (label, "global")

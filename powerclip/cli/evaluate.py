@@ -98,7 +98,7 @@ def evaluate(
     scenes: Annotated[int, typer.Option("--scenes", min=0, help="Embedded test scenes: no data needed.")] = 0,
     suite: Annotated[
         str | None,
-        typer.Option("--suite", help="paper, classification, retrieval, robustness, composition or probe."),
+        typer.Option("--suite", help="paper, classification, retrieval, robustness, composition, probe or multilabel."),
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="The folder that holds the suite's datasets.")] = None,
     datasets: Annotated[
