@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from powerclip.cli.process import interruptible, table_columns
+from powerclip.errors import UserError
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -204,23 +205,48 @@ def negatives(
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip tables results/my-model results/ViT-B-16-laion2b_s34b_b88k\n"
-    "  powerclip tables results/* --output tables.tex"
+    "  powerclip tables results/* --output tables.tex --radar figure-2.png\n"
+    "  powerclip tables runs/paper_table6 runs/paper_table8     # studies of powerclip compare: the paper's ablations\n"
+    "  powerclip tables     # all that the paper has published"
 )
 def tables(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS…", help="Result files, or folders of them.")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RESULTS…]", help="Result files, folders of them, and folders of studies."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .md, .tex or .html file. [default: print Markdown]")
     ] = None,
     published: Annotated[bool, typer.Option(help="Show the paper's published rows as well.")] = True,
+    radar: Annotated[
+        Path | None, typer.Option("--radar", help="Also draw all benchmarks as a radar plot: a .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
-    """Set results beside the paper's published ones: its Tables 1 to 5 and the linear probe."""
-    from powerclip.evaluate.paper_tables import build_tables, collect, render
+    """Set results beside the paper's published ones: its tables, and its Figure 2.
+
+    Results of powerclip evaluate fill Tables 1 to 5, 9, 11 and 12; studies of powerclip compare Tables 6, 7, 8, 10, 13
+    and 14, and benchmarks/methods.py Table 13.
+    """
+    from powerclip.evaluate.paper_studies import ablation_tables, read_measured
+    from powerclip.evaluate.paper_tables import build_tables, collect, draw_radar, render
     from powerclip.runtime.files import write_atomic
 
-    form = output.suffix.lstrip(".").lower() if output is not None else "md"
-    page = render(build_tables(collect(results), published), form)
+    paths = results or []
+    read = {path: read_measured(path) for path in paths}
+    measured = [study for study in read.values() if study is not None]
+    others = [path for path, study in read.items() if study is None]
+    records = collect(others)
+    built = build_tables(records, published) if others or not paths else []
+    ablations = ablation_tables(measured, published) if measured or not paths else []
+    if measured and not ablations:
+        raise UserError(f"{paths[0]}: none of its settings is one of the paper's Tables 6, 7, 8, 10, 13 and 14")
+    page = render(built, output.suffix.lstrip(".").lower() if output is not None else "md", ablations)
+    if radar is not None:
+        draw_radar(records, published, radar)
     if output is None:
         print(page, end="")
     else:
         write_atomic(output, page.encode())
         print(f"tables: {output}")
+    if radar is not None:
+        print(f"radar plot: {radar}")

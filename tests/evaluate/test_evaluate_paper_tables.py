@@ -35,6 +35,8 @@ def wins(table):
 def test_printed_averages_are_those_of_the_rows_but_for_the_two_that_the_notes_list():
     wrong = []
     for table in build_tables([]):
+        if table.key == "unified":
+            continue  # has no averages
         printed = published()[table.key]
         for method in table.methods:
             given = dict(zip([*printed["columns"], *printed["averages"]], printed["rows"][method.name], strict=True))
@@ -57,6 +59,7 @@ def test_the_published_tables_have_the_papers_shape():
         "winoground": (7, 3),
         "probe": (8, 3),
         "sugarcrepe_kinds": (9, 7),
+        "unified": (3, 34),
     }
 
 
@@ -153,7 +156,7 @@ def test_of_two_results_of_a_model_none_is_dropped_in_silence():
 
 def test_a_table_that_another_one_repeats_adds_no_wins():
     everything = build_tables([])
-    assert sum(1 for table in everything if not table.counted) == 1
+    assert sum(1 for table in everything if not table.counted) == 2
     assert wins_line(everything).startswith("Wins in 50 columns")  # 17 + 18 + 6 + 3 + 3 + 3
 
 
@@ -163,7 +166,7 @@ def test_neighbours_of_a_group_share_a_header_where_the_format_can():
     page = render(tables, "tex")
     assert r"\multicolumn{3}{c}{MS-COCO text}" in page
     assert r"\cmidrule(lr){2-4}" in page
-    assert page.count(r"\resizebox") == 2  # the two tables that are wider than a page
+    assert page.count(r"\resizebox") == 3  # the tables that are wider than a page
     for table in page.split(r"\begin{table*}")[1:]:
         columns = len(table.split(r"\begin{tabular}{")[1].split("}")[0])
         assert {line.count("&") for line in table.splitlines() if line.endswith(r"\\") and "multi" not in line} == {
