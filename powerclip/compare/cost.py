@@ -19,28 +19,26 @@ class RunCosts:
     def __init__(self) -> None:
         self._operations: dict[tuple[str, int], float] = {}
 
-    def add(self, rows: Sequence[Mapping[str, float]], recipe: Recipe, *, timed: bool = True) -> list[dict[str, float]]:
+    def add(
+        self, rows: Sequence[Mapping[str, float]], recipe: Recipe, seconds_per_step: float | None
+    ) -> list[dict[str, float]]:
         """The rows with `samples`, `seconds` and `flops` where an evaluation was logged.
 
-        Seconds are those of the steps, at the speeds that were logged; evaluations and checkpoints are not counted.
-        Those of a run that was not `timed`, as it shared its GPU, say nothing and are left out.
+        Seconds are those of the steps at the run's median speed: what compiles at the start, evaluations and
+        checkpoints are not counted. A run that shared its GPU has no speed and gets no seconds.
         """
         if not any(_is_evaluation(row) for row in rows):
             return [dict(row) for row in rows]
-        batch = recipe.train.batch_size
         lengths = [row["batch/tokens"] for row in rows if "batch/tokens" in row]
         per_pair = self._per_pair(recipe, max(1, round(mean(lengths)))) if lengths else None
-        seconds, step, speed, costed = 0.0, 0.0, 0.0, []
-        for row in sorted(rows, key=lambda row: (row["step"], _is_evaluation(row))):
-            # An evaluation between two logged steps: the speed of the one before.
-            speed = row.get("samples_per_second") or speed
-            seconds += (row["step"] - step) * batch / speed if speed else 0.0
-            step = row["step"]
-            costs = {"samples": batch * step}
-            if timed and speed:
-                costs["seconds"] = seconds
+        costed = []
+        for row in rows:
+            samples = recipe.train.batch_size * row["step"]
+            costs = {"samples": samples}
+            if seconds_per_step is not None:
+                costs["seconds"] = seconds_per_step * row["step"]
             if per_pair is not None:
-                costs["flops"] = per_pair * batch * step
+                costs["flops"] = per_pair * samples
             costed.append({**row, **(costs if _is_evaluation(row) else {})})
         return costed
 

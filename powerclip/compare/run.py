@@ -179,11 +179,10 @@ class RunTable:
         }
         logs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in results}
         for run in study.runs(self._output, self._seeds):
-            if isinstance(results[run.setting].get(run.seed), Results):
-                result = results[run.setting][run.seed]
-                timed = isinstance(result, Results) and result.seconds_per_step is not None
+            result = results[run.setting].get(run.seed)
+            if isinstance(result, Results):
                 rows = list(read_metrics(run.folder.metrics))
-                logs[run.setting].append(self._costs.add(rows, run.recipe, timed=timed))
+                logs[run.setting].append(self._costs.add(rows, run.recipe, result.seconds_per_step))
         write_atomic(self._output / "table.md", page.encode())
         write_atomic(self._output / "results.json", (json.dumps(content, indent=1) + "\n").encode())
         write_atomic(self._output / "curves.html", curves_page(logs).encode())
