@@ -21,7 +21,7 @@ from powerclip.compare.significance import paired_p
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load
 from powerclip.evaluate.embedder import Embedder, PixelStore
-from powerclip.evaluate.part_tasks import ScoredByParts
+from powerclip.evaluate.part_tasks import score_by_parts
 from powerclip.evaluate.readers import read_negatives, read_path
 from powerclip.evaluate.tasks import HardNegatives, Task
 from powerclip.report.table import Table, fixed, signed
@@ -112,10 +112,9 @@ def measure(
     """Data → metrics of one score. Where there are two candidates only, re-ranking changes nothing."""
     settings = score_settings(model, **options)
     chosen = {name: task for name, task in tasks.items() if not (settings.rerank and isinstance(task, HardNegatives))}
-    return {
-        name: (task if settings.score == "global" else ScoredByParts(task, settings)).score(embedder).flat()
-        for name, task in chosen.items()
-    }
+    if settings.score == "global":
+        return {name: task.score(embedder).flat() for name, task in chosen.items()}
+    return {name: score_by_parts(task, embedder, settings).flat() for name, task in chosen.items()}
 
 
 def tables(measured: Measured) -> list[Table]:

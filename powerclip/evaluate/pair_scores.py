@@ -215,7 +215,8 @@ def _late(
                 targets.add_pairs(torch.tensor(images)[i], rows[t], of_pairs)
 
     embedded = embedder.patches(source, score, squash=False)
-    return Compared(*embedder.ranks.sum(targets.sums), embedded.readable, embedded.corrupt)
+    to_text, to_image = embedder.ranks.sum(targets.sums)
+    return Compared(to_text, to_image, embedded.readable, embedded.corrupt)
 
 
 def _unit_words(group: _Texts, ends: bool) -> tuple[Tensor, Tensor]:
@@ -260,7 +261,8 @@ def _powerset(
         regions = centre_regions(sums[images].to(device), masks, mean.to(device), config.centre)
         for group, (vectors, segments) in zip(groups, nodes, strict=True):
             _score_group(regions, images, group, vectors, segments, config, targets)
-    return Compared(*ranks.sum(targets.sums), embedded.readable, embedded.corrupt)
+    to_text, to_image = ranks.sum(targets.sums)
+    return Compared(to_text, to_image, embedded.readable, embedded.corrupt)
 
 
 def _score_group(

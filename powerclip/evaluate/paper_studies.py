@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from powerclip.errors import UserError
-from powerclip.report.table import NOTHING, Cell, Column, Row, Table, fixed, rank
+from powerclip.report.table import NOTHING, Cell, Column, Mark, Row, Table, fixed, rank
 
 COST = "13"
 # Columns of a study, by the names that scores have or had in its file.
@@ -130,15 +130,19 @@ def _table(key: str, printed: Mapping[str, Any], columns: Sequence[_Filled], wit
     rows: list[list[Cell]] = [[] for _ in printed["rows"]]
     sections = [row.get("section", "") for row in printed["rows"]]
     lower = key == COST  # less time is better: nothing is ranked
+
+    def marks(values: Sequence[float | None]) -> list[Mark]:
+        return [""] * len(values) if lower else rank(values)
+
     for number in range(len(names)):
         values = [row["values"][number] for row in printed["rows"]]
-        for cells, value, mark in zip(rows, values, [""] * len(values) if lower else rank(values), strict=True):
+        for cells, value, mark in zip(rows, values, marks(values), strict=True):
             digits = 0 if value > 1000 else 2 if lower else 1
             cells.append(Cell(fixed(value, digits), mark))
     for filled in columns:
         means = [None if value is None else value[0] for value in filled.values]
-        for cells, value, mark in zip(rows, filled.values, [""] * len(means) if lower else rank(means), strict=True):
-            cells.append(Cell(_shown(value, 2 if lower else 1), mark))
+        for cells, shown, mark in zip(rows, filled.values, marks(means), strict=True):
+            cells.append(Cell(_shown(shown, 2 if lower else 1), mark))
     labelled = zip(printed["rows"], rows, sections, strict=True)
     return Table(
         heads,

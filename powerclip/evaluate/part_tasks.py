@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,47 +24,25 @@ from powerclip.evaluate.pair_scores import Compared, ScoreSettings, compare_part
 from powerclip.evaluate.tasks import CaptionPairs, CaptionRetrieval, Classification, HardNegatives, Scored, Task
 
 
-@dataclass(frozen=True)
-class ScoredByParts:
-    """A task whose images and texts are compared by `settings` instead of by global embeddings."""
+def score_by_parts(task: Task, embedder: Embedder, settings: ScoreSettings) -> Scored:
+    """The metrics that a task has by global embeddings; not those of the mean image, which has no parts.
 
-    of: Task
-    settings: ScoreSettings
-
-    @property
-    def task(self) -> str:  # type: ignore[override]  # a class variable of the others
-        """Its kind."""
-        return self.of.task
-
-    @property
-    def images(self) -> ImageSource:
-        """Its images."""
-        return self.of.images
-
-    @property
-    def summary(self) -> str:
-        """What it holds."""
-        return self.of.summary
-
-    def score(self, embedder: Embedder) -> Scored:
-        """The metrics that the task has by global embeddings; not those of the mean image, which has no parts.
-
-        Raises:
-            UserError: the task does not compare images with texts.
-        """
-        match self.of:
-            case CaptionRetrieval():
-                return score_retrieval(self.of, embedder, self.settings)
-            case Classification():
-                return score_classification(self.of, embedder, self.settings)
-            case HardNegatives():
-                return score_negatives(self.of, embedder, self.settings)
-            case CaptionPairs():
-                return score_pairs(self.of, embedder, self.settings)
-        raise UserError(
-            f"--score {self.settings.score} is for retrieval, zero-shot classification and composition; "
-            f"{self.of.task} does not compare images with texts: leave --score out"
-        )
+    Raises:
+        UserError: the task does not compare images with texts.
+    """
+    match task:
+        case CaptionRetrieval():
+            return score_retrieval(task, embedder, settings)
+        case Classification():
+            return score_classification(task, embedder, settings)
+        case HardNegatives():
+            return score_negatives(task, embedder, settings)
+        case CaptionPairs():
+            return score_pairs(task, embedder, settings)
+    raise UserError(
+        f"--score {settings.score} is for retrieval, zero-shot classification and composition; "
+        f"{task.task} does not compare images with texts: leave --score out"
+    )
 
 
 def score_retrieval(task: CaptionRetrieval, embedder: Embedder, settings: ScoreSettings) -> Scored:

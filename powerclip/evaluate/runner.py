@@ -28,7 +28,7 @@ from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.grid import read_grid
 from powerclip.evaluate.pair_scores import ScoreSettings
-from powerclip.evaluate.part_tasks import ScoredByParts
+from powerclip.evaluate.part_tasks import score_by_parts
 from powerclip.evaluate.readers import read_negatives, read_path
 from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
@@ -146,13 +146,7 @@ def _by_parts(job: Job, score: ScoreSettings | None) -> Job:
     """The job scored by parts, with a result file of its own, unless the score is the global one."""
     if score is None or score.score == "global":
         return job
-    return replace(
-        job, file=f"{job.file}.{_file_name(score.name, '-')}", find=partial(_scored_by_parts, job, score), score=score
-    )
-
-
-def _scored_by_parts(job: Job, score: ScoreSettings) -> Task:
-    return ScoredByParts(job.find(), score)
+    return replace(job, file=f"{job.file}.{_file_name(score.name, '-')}", score=score)
 
 
 def _scene_jobs(count: int, size: int) -> list[Job]:
@@ -389,7 +383,7 @@ def _name(model: str) -> str:
 def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -> list[dict[str, Any]]:
     started = time.perf_counter()
     task = _find(job, embedder.ranks)
-    scored: Scored = embedder.ranks.raise_on_all(lambda: task.score(embedder))
+    scored = embedder.ranks.raise_on_all(partial(_score, task, embedder, job.score))
     about = {
         "counts": scored.counts,
         "corrupt": list(scored.corrupt),
@@ -399,9 +393,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
     }
     if job.score is not None:
         about["score"] = job.score.about
-    shown = task.of if isinstance(task, ScoredByParts) else task
-    if isinstance(shown, CaptionRetrieval) and shown.note:
-        about["note"] = shown.note
+    if isinstance(task, CaptionRetrieval) and task.note:
+        about["note"] = task.note
     return [
         {
             "dataset": f"{job.name}/{part}" if part else job.name,
@@ -414,6 +407,10 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         }
         for part, metrics in scored.parts.items()
     ]
+
+
+def _score(task: Task, embedder: Embedder, settings: ScoreSettings | None) -> Scored:
+    return task.score(embedder) if settings is None else score_by_parts(task, embedder, settings)
 
 
 def _find(job: Job, ranks: Ranks) -> Task:

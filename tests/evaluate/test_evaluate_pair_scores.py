@@ -21,7 +21,7 @@ from powerclip.evaluate import embedder as embedding
 from powerclip.evaluate import pair_scores
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.pair_scores import ScoreSettings, compare_parts, draw_regions, parse_texts
-from powerclip.evaluate.part_tasks import ScoredByParts, among_best, reranked
+from powerclip.evaluate.part_tasks import among_best, reranked, score_by_parts
 from powerclip.evaluate.readers import read_path
 from powerclip.evaluate.tasks import CaptionRetrieval
 from powerclip.runtime.distributed import join_ranks
@@ -155,7 +155,7 @@ def scores_of_a_rank(folder: Path, table: Path) -> list[torch.Tensor]:
         embedder = Embedder(*tiny_model(), ranks=ranks)
         several = [ScoreSettings("late"), ScoreSettings("powerset", boxes=3)]
         scores = [compare_parts(embedder, task.images, task.captions, one).to_text for one in several]
-        scored = ScoredByParts(task, ScoreSettings("powerset", boxes=3, rerank=3)).score(embedder)
+        scored = score_by_parts(task, embedder, ScoreSettings("powerset", boxes=3, rerank=3))
     embedding.CHUNK = monkey_chunk
     return [*scores, torch.tensor(list(scored.flat().values()))]
 
@@ -204,7 +204,7 @@ def test_the_best_come_first_by_the_other_score_and_the_rest_follow():
 
 
 def metrics_of(task, model, settings: ScoreSettings) -> dict:
-    return ScoredByParts(task, settings).score(Embedder(*model)).parts
+    return score_by_parts(task, Embedder(*model), settings).parts
 
 
 @pytest.mark.parametrize("score", ["late", "powerset"])
@@ -228,7 +228,7 @@ def test_reranking_two_moves_nothing_beyond_the_second_place(model, data):
 
 def test_negatives_are_compared_pair_by_pair(model, tmp_path):
     task = read_path(sugarcrepe(tmp_path / "crepe"))
-    scored = ScoredByParts(task, ScoreSettings("late")).score(Embedder(*model))
+    scored = score_by_parts(task, Embedder(*model), ScoreSettings("late"))
     texts = [*task.captions, *task.negatives]
     matrix = compare_parts(Embedder(*model), task.images, texts, ScoreSettings("late")).to_text
     count = len(task.captions)
@@ -244,11 +244,11 @@ def test_an_unreadable_image_is_left_out_of_means_and_ranks(model, tmp_path, mon
     lines = table.read_text().splitlines()
     (tmp_path / "a" / "rest.csv").write_text("\n".join(line for line in lines if "/4.png" not in line) + "\n")
     for settings in (ScoreSettings("late"), ScoreSettings("late", rerank=3)):
-        damaged = ScoredByParts(read_path(table), settings).score(Embedder(*model))
-        rest = ScoredByParts(read_path(tmp_path / "a" / "rest.csv"), settings).score(Embedder(*model))
+        damaged = score_by_parts(read_path(table), Embedder(*model), settings)
+        rest = score_by_parts(read_path(tmp_path / "a" / "rest.csv"), Embedder(*model), settings)
         assert damaged.parts == rest.parts
         assert len(damaged.corrupt) == 1
-    powerset = ScoredByParts(read_path(table), ScoreSettings("powerset", boxes=3)).score(Embedder(*model))
+    powerset = score_by_parts(read_path(table), Embedder(*model), ScoreSettings("powerset", boxes=3))
     assert powerset.counts["images"] == 8
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_scored_is_said_in_one_line(model, data, tmp_path):
 
     animals = read_path(class_folders(tmp_path / "animals", 1, CLASSES))
     with pytest.raises(UserError, match="linear_probe does not compare"):
-        ScoredByParts(LinearProbe(animals, animals), ScoreSettings("late")).score(Embedder(*model))
+        score_by_parts(LinearProbe(animals, animals), Embedder(*model), ScoreSettings("late"))
     with pytest.raises(UserError, match="--rerank needs --score"):
         ScoreSettings("global", rerank=10)
     with pytest.raises(UserError, match=r"36 boxes have 2\^36 sets"):
