@@ -476,6 +476,7 @@ def _short(name: str) -> str:
         "grid_text_hit": "highest patch alone",
         "grid_chance": "chance",
         "mean_image_acc": "mean image",
+        "centred_acc": "without it",
     }
     head, at, rest = name.partition("@")
     return f"{shown.get(head, head)}{at}{rest}"

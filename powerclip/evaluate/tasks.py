@@ -116,17 +116,25 @@ class HardNegatives:
         return f"{len(self.captions):,} comparisons{left_out}"
 
     def score(self, embedder: Embedder) -> Scored:
-        """Accuracy of all items and of each kind; `mean_image_acc` is that of the mean image, which sees nothing."""
+        """Accuracy of all items and of each kind.
+
+        `mean_image_acc` is that of the mean image, which sees nothing; `centred_acc` that of the images less their
+        mean, where what the texts alone suggest counts for nothing.
+        """
         embedded = embedder.images(self.images)
         captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
         kept = embedded.readable[self.image_of_item]
         vectors, captions, negatives = embedded.vectors[self.image_of_item[kept]], captions[kept], negatives[kept]
         preferred = metrics.prefers_caption(vectors, captions, negatives)
-        blind = metrics.prefers_caption(embedded.vectors[embedded.readable].mean(0), captions, negatives)
+        mean = embedded.vectors[embedded.readable].mean(0)
+        blind = metrics.prefers_caption(mean, captions, negatives)
+        centred = metrics.prefers_caption(vectors - mean, captions, negatives)
         kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
         counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
         parts = metrics.hard_negatives(preferred, kinds)
-        parts[""]["mean_image_acc"] = _mean(blind.double())
+        parts[""] |= {"mean_image_acc": _mean(blind.double()), "centred_acc": _mean(centred.double())}
+        for kind, value in metrics.accuracy_by_kind(blind, kinds).items():
+            parts[kind]["mean_image_acc"] = value
         return Scored(parts, counts, embedded.corrupt)
 
 

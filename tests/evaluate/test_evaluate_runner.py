@@ -90,7 +90,13 @@ def test_results_have_clip_benchmarks_schema_one_file_for_each_dataset(model, tm
     assert record["metrics"].keys() == {"acc1", "acc5", "mean_per_class_recall"}
     records = {one["dataset"]: one["metrics"] for one in read_records(output / "crepe.json")}
     assert list(records) == ["crepe", "crepe/replace_obj", "crepe/swap_att"]
-    assert records["crepe"].keys() == {"acc", "mean_kind_acc", "acc_standard_error", "mean_image_acc"}
+    assert records["crepe"].keys() == {
+        "acc",
+        "mean_kind_acc",
+        "acc_standard_error",
+        "mean_image_acc",
+        "centred_acc",
+    }
 
 
 def test_embeddings_are_computed_once_for_the_same_images_and_weights(model, encoded, tmp_path):

@@ -176,6 +176,7 @@ def test_a_model_that_reads_only_the_first_phrase_of_a_sentence_has_50_in_swap()
     whole = grounding(*TWO_CAPTIONS).score(embedder).parts[""]
     assert [whole["swap_words"], whole["swap_words_balanced"]] == pytest.approx([0.5, 0.5])
     assert whole["pointing_words"] < 1
+    assert whole["set_f1_words_single"] < 1
 
 
 def test_balancing_weights_leave_nothing_to_a_bias_and_keep_what_is_balanced():
