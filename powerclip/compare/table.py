@@ -36,6 +36,7 @@ MEASURES = (
     Measure("retrieval/mean_recall@1", "R@1", over=_RECALL_AT_1),
     Measure(_RECALL_AT_1[0], "R@1 text", compared=False),
     Measure(_RECALL_AT_1[1], "R@1 image", compared=False),
+    Measure("classification/acc1", "zero-shot"),
     Measure("composition/acc", "composition"),
     Measure("scenes/retrieval/mean_recall", "scenes: retrieval"),
     Measure("scenes/zero_shot/acc1", "scenes: zero-shot"),

@@ -59,16 +59,16 @@ class Classification:
 
     def score(self, embedder: Embedder) -> Scored:
         """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
-        _check_labels(self.labels, len(self.classes))
+        self.check_labels()
         directions = metrics.class_embeddings(embedder.texts, self.classes, self.templates)
         embedded = embedder.images(self.images)
         vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
-        scores = vectors @ directions.T
-        if labels.ndim == 2:
-            scored: Metrics = {"mean_average_precision": metrics.mean_average_precision(scores, labels)}
-        else:
-            scored = metrics.classification(scores, labels)
+        scored = metrics.classification_of(vectors @ directions.T, labels)
         return Scored({"": scored}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
+
+    def check_labels(self) -> None:
+        """UserError unless each label has a class."""
+        _check_labels(self.labels, len(self.classes))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
         yield from _find("data.table", data.table, _table)
         yield from _find("data.sidecars", data.sidecars, _folder)
     yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
+    yield from _find("evaluation.classification", evaluation.classification, _file_or_folder)
     yield from _find("evaluation.composition", evaluation.composition, _folder)
     yield from _packages(recipe)
 
@@ -185,6 +186,10 @@ def existing_file(value: str, setting: str) -> Path:
             "a caption"
         )
     return path
+
+
+def _file_or_folder(value: str, setting: str) -> Input:
+    return (_folder if expand_path(value, setting).is_dir() else _file)(value, setting)
 
 
 def _folder(value: str, setting: str) -> Input:

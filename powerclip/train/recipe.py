@@ -194,6 +194,7 @@ class EvaluationSection:
     """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
 
     retrieval: str | None = None  # held-out data: shards, written as data.shards are, or a table
+    classification: str | None = None  # zero-shot: a folder of classes, or a tar or a folder of tars with labels
     composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
     scenes: NonNegativeInt = 0  # embedded test scenes; 0: none, true: 500
 
@@ -265,7 +266,7 @@ FREE_ON_RESUME = frozenset(
             *("device", "evaluate_every", "keep", "log_every", "max_skipped", "save_model", "shard_ranks", "sharding"),
             "wandb",
         ),
-        "evaluation": ("composition", "retrieval", "scenes"),
+        "evaluation": ("classification", "composition", "retrieval", "scenes"),
     }.items()
     for key in keys
 )

@@ -132,6 +132,21 @@ def test_a_run_on_collective_scenes_is_measured_on_sets_as_evaluate_does(tmp_pat
             load_recipe(tiny, ["train.steps=1", "evaluation.scenes=10"]), tmp_path / "other", quiet=True
         ).results.scores
     )
+def test_zero_shot_classification_is_measured_on_the_way_as_evaluate_measures_it(tmp_path):
+    animals = tmp_path / "animals"
+    for number, name in enumerate(("bear", "dog", "goat")):
+        (animals / name).mkdir(parents=True)
+        for side in (16, 24):
+            Image.new("RGB", (side, side), (80 * number, side, 255 - 80 * number)).save(animals / name / f"{side}.png")
+    overrides = ["evaluation.classification=" + str(animals), "train.evaluate_every=2", "train.steps=4"]
+    result = train(load_recipe(write_tiny(tmp_path), overrides), tmp_path / "run", quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "evaluate/classification/acc1" in row] == [2, 4]
+    done = evaluate_model(str(tmp_path / "run"), [animals], output=tmp_path / "out", device="cpu", quiet=True)
+    assert result.results.scores["classification/acc1"] == done.results["animals"][0]["metrics"]["acc1"]
+    pairs = load_recipe(write_tiny(tmp_path), [f"evaluation.classification={wide_shard(tmp_path / 'pairs.tar', 4, 0)}"])
+    with pytest.raises(UserError, match=r"evaluation\.classification: .* holds no images with classes"):
+        train(pairs, tmp_path / "no", quiet=True)
 
 
 def test_damaged_images_show_before_anything_is_written(tmp_path):
