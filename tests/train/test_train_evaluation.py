@@ -132,6 +132,8 @@ def test_a_run_on_collective_scenes_is_measured_on_sets_as_evaluate_does(tmp_pat
             load_recipe(tiny, ["train.steps=1", "evaluation.scenes=10"]), tmp_path / "other", quiet=True
         ).results.scores
     )
+
+
 def test_zero_shot_classification_is_measured_on_the_way_as_evaluate_measures_it(tmp_path):
     animals = tmp_path / "animals"
     for number, name in enumerate(("bear", "dog", "goat")):
