@@ -73,6 +73,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerCLIP-exact, hardest, M = 14": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "plain autograd NLA, k = 32": ("powerclip", {"negatives": "k", "gradient": "autograd", "backend": "reference"}),
 }
+FP8 = "CLIP in fp8"
+OURS[FP8] = ("clip", {})
 OPEN_CLIP = "open_clip CLIP, 77 tokens"
 
 
@@ -154,7 +156,7 @@ def main() -> None:
             objective=objective,
             regions=RegionsSection(count=batch.regions.shape[1]),
             alignment=AlignmentConfig(**{"backend": arguments.backend, **settings}),
-            train=train,
+            train=replace(train, precision="fp8") if name == FP8 else train,
         )
         return our_step(recipe, batch, ranks)
 
@@ -259,6 +261,8 @@ def timed(
             ready[name] = step
         except torch.OutOfMemoryError:
             rows[name] = replace(rows[name], note="out of memory")
+        except UserError as error:  # this device cannot run it
+            rows[name] = replace(rows[name], note=str(error))
         print(f"{name}: {rows[name].note or f'ready after {time.perf_counter() - began:.0f} s'}", flush=True)
         gc.collect()
         if device.type == "cuda":

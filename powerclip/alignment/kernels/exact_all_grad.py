@@ -1,4 +1,4 @@
-"""The gradient of all exact scores in Triton: which node wins each set, and the winners counted by tensor cores.
+"""The gradient of all exact scores in Triton: which node wins each set, and how many sets each wins.
 
 R2T of a pair is the mean over sets A of max_t Σ_{m ∈ A} q_tm. So its derivative by q_tm is 2^−M times the number of
 sets that hold m and that node t wins. Nothing is kept from the forward; a block of images is differentiated in two
@@ -8,14 +8,15 @@ passes.
    from the caption's last one, so that the maximum brings the winner with it and the first of tied nodes wins. Values
    have 30 bits less those of the longest caption's nodes: 25 at 32 nodes, one more than float32's. Four winners are a
    word.
-2. `_similarity_gradients` counts: a product of the members of the sets, M × 2^M zeros and ones, with the sets that a
-   node wins, 2^M × images. Both are exact in float16, and so are counts up to 2^24 in float32. With T2R's derivative,
-   a closed form, it writes the gradient of q as two float16 numbers, which `matmul.py` multiplies back.
+2. `_similarity_gradients` counts the sets that a node wins, for each region that they hold (`wins.py`): a few
+   instructions for four sets. A product of zeros and ones on tensor cores would need none for the sums, but more to
+   bring winners into its layout than this takes for all. With T2R's derivative, a closed form, it writes the gradient
+   of q as two float16 numbers, which `matmul.py` multiplies back.
 
-By cosine a set counts with its inverse length, as two float16 numbers again, and the best sets of `best_sets.py`
-replace T2R's closed form. The lengths have a gradient too: a set's is the sum over captions of the best node's sum,
-each program adding a slab of them, and over nodes whose best set it is. The latter are added as whole numbers, whose
-order does not matter: two runs give the same bits.
+By cosine a set counts with its inverse length, and the best sets of `best_sets.py` replace T2R's closed form. The
+lengths have a gradient too: a set's is the sum over captions of the best node's sum, each program adding a slab of
+them, and over nodes whose best set it is. The latter are added as whole numbers, whose order does not matter: two runs
+give the same bits.
 
 Pairs whose score has no gradient are passed over where a tile of images has no other.
 
@@ -48,6 +49,7 @@ from powerclip.alignment.kernels.set_sums import (
     store_sets,
     sum_over_sets,
 )
+from powerclip.alignment.kernels.wins import lengths_won, sets_won
 from powerclip.alignment.matmul import by_region, halves, input_gradients, similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.recompute import ScoreImpl, recompute, whole_tiles
@@ -346,19 +348,19 @@ def _similarity_gradients(
                     length_one = length
                     if MIDDLE == 1:
                         length_one = load_sets(at + (images << LOW), images, valid, LOW)
-                    won += _lengths_won(words, length, length_one, name, high, M, LOW, MIDDLE, TILE_B)
+                    won += lengths_won(words, length, length_one, name, high, M, LOW, MIDDLE, TILE_B)
                     if SLOTS > 1:
-                        won_b += _lengths_won(words, length, length_one, name + 1, high, M, LOW, MIDDLE, TILE_B)
+                        won_b += lengths_won(words, length, length_one, name + 1, high, M, LOW, MIDDLE, TILE_B)
                 else:
                     if MIDDLE < 2:
                         # The bytes that are not there name a node that no caption has.
                         words = (words & ((1 << (8 << MIDDLE)) - 1)) | (0x7F7F7F7F << (8 << MIDDLE) & 0x7F7F7F7F)
-                    won += _sets_won(words, name, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                    won += sets_won(words, name, high, M, LOW, MIDDLE, TILE_B, FUSED)
                     if SLOTS > 1:
-                        won_b += _sets_won(words, name + 1, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                        won_b += sets_won(words, name + 1, high, M, LOW, MIDDLE, TILE_B, FUSED)
                     if SLOTS > 2:
-                        won_c += _sets_won(words, name + 2, high, M, LOW, MIDDLE, TILE_B, FUSED)
-                        won_d += _sets_won(words, name + 3, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                        won_c += sets_won(words, name + 2, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                        won_d += sets_won(words, name + 3, high, M, LOW, MIDDLE, TILE_B, FUSED)
         for slot in tl.static_range(SLOTS):
             node = some + slot
             real = valid & (tl.zeros((TILE_B,), tl.int32) + name + slot < (end - first).to(tl.int32))
@@ -382,156 +384,6 @@ def _similarity_gradients(
 
 
 @triton.jit
-def _sets_won(
-    words,
-    node,
-    high,
-    M: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    TILE_B: tl.constexpr,
-    FUSED: tl.constexpr,
-):
-    """How many sets with each region a node wins [B, 2, 2, 2, 2]: words [B, 2, …, 2] have their winners, four a word.
-
-    Bytes are compared and added four at a time. Where a byte is the node's number, exclusive or leaves 0, and its
-    difference from 128 alone has the highest bit, which PRMT spreads over the byte. So words of wins have bytes of 255:
-    their sum is 255 times that of words with ones, and 255 has an inverse modulo 2^32.
-    """
-    # 128 in each byte, as a signed number.
-    difference = -2139062144 - (words ^ (node * 0x01010101))
-    if FUSED:
-        wins = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0xba98;", "=r,r", [difference], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        ones = (difference >> 7) & 0x01010101
-        wins = (ones << 8) - ones
-    sums, one, two, three, four, five = _region_sums(wins, tl.zeros((TILE_B,), tl.int32), LOW)
-    sums *= -0x01010101  # a byte for each set of middle regions
-    counts = _counts_of_bytes(sums)
-    of_middle = ((sums >> 8) & 255) + ((sums >> 24) & 255)
-    of_last = ((sums >> 16) & 255) + ((sums >> 24) & 255)
-    return _by_region(
-        counts,
-        _counts_of_bytes(one * -0x01010101),
-        _counts_of_bytes(two * -0x01010101),
-        _counts_of_bytes(three * -0x01010101),
-        _counts_of_bytes(four * -0x01010101),
-        _counts_of_bytes(five * -0x01010101),
-        of_middle,
-        of_last,
-        high,
-        M,
-        LOW,
-        MIDDLE,
-        0,
-        4,
-    )
-
-
-@triton.jit
-def _lengths_won(
-    words,
-    length,
-    length_one,
-    node,
-    high,
-    M: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    TILE_B: tl.constexpr,
-):
-    """The sum of the inverse lengths of the sets with each region that a node wins [B, 2, 2, 2, 2]."""
-    nothing = tl.zeros((TILE_B,), tl.float32)
-    other = words ^ (node * 0x0101)
-    both = tl.where((other & 0xFF) == 0, length, 0.0)
-    of_middle = nothing
-    if MIDDLE == 1:
-        with_middle = tl.where((other & 0xFF00) == 0, length_one, 0.0)
-        of_middle = sum_over_sets(with_middle, LOW)
-        both += with_middle
-    sums, one, two, three, four, five = _region_sums(both, nothing, LOW)
-    return _by_region(sums, one, two, three, four, five, of_middle, nothing, high, M, LOW, MIDDLE, 0, 4)
-
-
-@triton.jit
-def _counts_of_bytes(words):
-    """The sum of each word's four bytes, less than 256."""
-    return ((words * 0x01010101) >> 24) & 255
-
-
-@triton.jit
-def _region_sums(values, nothing, LOW: tl.constexpr):
-    """The sum [B] of values [B, 2, …, 2] over the sets of the first LOW regions, and over those with each of five."""
-    one, two, three, four, five = nothing, nothing, nothing, nothing, nothing
-    if LOW >= 5:
-        without, joined = tl.split(values)
-        five = sum_over_sets(joined, 4)
-        values = without + joined
-    if LOW >= 4:
-        without, joined = tl.split(values)
-        four = sum_over_sets(joined, 3)
-        values = without + joined
-    if LOW >= 3:
-        without, joined = tl.split(values)
-        three = sum_over_sets(joined, 2)
-        values = without + joined
-    if LOW >= 2:
-        without, joined = tl.split(values)
-        two = sum_over_sets(joined, 1)
-        values = without + joined
-    if LOW >= 1:
-        without, one = tl.split(values)
-        values = without + one
-    return values, one, two, three, four, five
-
-
-@triton.jit
-def _by_region(
-    sums,
-    one,
-    two,
-    three,
-    four,
-    five,
-    of_middle,
-    of_last,
-    high,
-    M: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    REGION: tl.constexpr,
-    AXES: tl.constexpr,
-):
-    """What belongs to each region, [B] each, side by side: 2^AXES regions from REGION on, zero beyond M."""
-    if AXES > 0:
-        lower = _by_region(
-            sums, one, two, three, four, five, of_middle, of_last, high, M, LOW, MIDDLE, REGION, AXES - 1
-        )
-        upper: tl.constexpr = REGION + (1 << (AXES - 1))
-        higher = _by_region(
-            sums, one, two, three, four, five, of_middle, of_last, high, M, LOW, MIDDLE, upper, AXES - 1
-        )
-        values = tl.join(lower, higher)
-    elif REGION >= M:
-        values = tl.zeros_like(sums)
-    elif REGION >= LOW + MIDDLE:
-        values = tl.where((high >> (REGION - LOW - MIDDLE)) & 1 == 1, sums, tl.zeros_like(sums))
-    elif REGION == LOW + 1:
-        values = of_last
-    elif REGION == LOW:
-        values = of_middle
-    else:
-        values = (
-            one
-            if REGION == 0
-            else (two if REGION == 1 else (three if REGION == 2 else (four if REGION == 3 else five)))
-        )
-    return values
-
-
-@triton.jit
 def _members(number, REGION: tl.constexpr, AXES: tl.constexpr):
     """Which regions the sets with these numbers [B] have: ones and zeros [B, 2, …, 2], from REGION on."""
     if AXES > 0:
@@ -543,9 +395,7 @@ def _members(number, REGION: tl.constexpr, AXES: tl.constexpr):
 
 
 @triton.jit
-def _load_regions(
-    at, stride, valid, M: tl.constexpr, REGION: tl.constexpr, AXES: tl.constexpr, TILE_B: tl.constexpr
-):
+def _load_regions(at, stride, valid, M: tl.constexpr, REGION: tl.constexpr, AXES: tl.constexpr, TILE_B: tl.constexpr):
     """Similarities with the regions from REGION on, side by side [B, 2, …, 2]; −∞ beyond M."""
     if AXES > 0:
         upper: tl.constexpr = REGION + (1 << (AXES - 1))
