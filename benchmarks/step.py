@@ -42,6 +42,7 @@ from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.data.trees import Tree, parse_bracketed
 from powerclip.encoders import build
+from powerclip.encoders.fp8 import why_not
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
 from powerclip.train.loop import train_step
@@ -164,6 +165,9 @@ def main() -> None:
         OPEN_CLIP: lambda: open_clip_step(model, train, batches[few]),
         **{name: partial(ours, name) for name in OURS},
     }
+    if obstacle := why_not(device):
+        del steps[FP8]
+        print(f"{FP8} is left out: it {obstacle}")
     wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
     name, text = "step-tiny" if arguments.tiny else f"step-{device.type}", ""
     for rows in timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device):
@@ -261,8 +265,6 @@ def timed(
             ready[name] = step
         except torch.OutOfMemoryError:
             rows[name] = replace(rows[name], note="out of memory")
-        except UserError as error:  # this device cannot run it
-            rows[name] = replace(rows[name], note=str(error))
         print(f"{name}: {rows[name].note or f'ready after {time.perf_counter() - began:.0f} s'}", flush=True)
         gc.collect()
         if device.type == "cuda":
