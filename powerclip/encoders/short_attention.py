@@ -162,7 +162,6 @@ def _backward(
     out, of_out = attended + row * tokens * ROW + head * WIDTH, of_attended + row * tokens * ROW + head * WIDTH
     column, key = tl.arange(0, WIDTH)[None, :], tl.arange(0, KEYS)
     is_key = (key < tokens)[:, None]
-    # Keys and queries beyond the last are 0. So are then all products that would go to others: no weight is masked.
     keys = tl.load(at + ROW + key[:, None] * (3 * ROW) + column, mask=is_key, other=0.0)
     values = tl.load(at + 2 * ROW + key[:, None] * (3 * ROW) + column, mask=is_key, other=0.0)
     of_keys = tl.zeros((KEYS, WIDTH), tl.float32)
@@ -177,6 +176,8 @@ def _backward(
         shared = tl.sum(of_mean.to(tl.float32) * mean.to(tl.float32), 1)
         # Keys along rows: [KEYS, QUERIES].
         weights = tl.exp2(tl.dot(keys, tl.trans(queries)) * scale - log_sum[None, :])
+        # A key that is not there has logit 0: where all others are low, its weight is infinite.
+        weights = tl.where(is_key, weights, 0.0)
         of_values = tl.dot(weights.to(packed.dtype.element_ty), of_mean, of_values)
         of_weights = tl.dot(values, tl.trans(of_mean))
         of_logits = (weights * (of_weights - shared[None, :])).to(packed.dtype.element_ty)
