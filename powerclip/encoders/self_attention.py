@@ -46,7 +46,6 @@ class Packed:
     out_proj: Any
     training: bool
     fp8 = False  # whether the projection of queries, keys and values trains in float8
-    short = False  # whether `short_attention.py` attends where it can
 
     def attend(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
         """The tokens [C, N, D] after they attended to each other."""
@@ -54,11 +53,6 @@ class Packed:
         packed = linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         if attn_mask is not None and attn_mask.ndim == 1:
             return self.out_proj(attend_in_groups(packed, attn_mask).flatten(2))
-        if attn_mask is None and self.short and packed.is_cuda:
-            from powerclip.encoders import short_attention
-
-            if short_attention.supports(packed):
-                return self.out_proj(short_attention.attend(packed)[0].flatten(2))
         q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved
         if attn_mask is not None:
             # Torch's masks are [N, N], or [C·H, N, N] when rows differ.

@@ -161,7 +161,7 @@ def _write_gradients(block: _Block, segments: Segments, config: AlignmentConfig,
         if config.r2t:
             slabs = triton.cdiv(end - begin, slab)
             sums = of_inverse.new_zeros(slabs, 2**count, images) if block.inverse is not None else nowhere
-            _winners[(slabs * highs if block.inverse is not None else slabs, triton.cdiv(images, TILE_IMAGES))](
+            _winners[(slabs * highs, triton.cdiv(images, TILE_IMAGES))](
                 block.q,
                 offsets,
                 block.of_scores,
@@ -245,100 +245,56 @@ def _winners(
     if IMAGES:  # known to the compiler where it is round, as in training
         images = IMAGES
     HIGHS: tl.constexpr = 1 << (M - LOW - MIDDLE)
+    slab, high = (tl.program_id(0) // HIGHS).to(tl.int64), tl.program_id(0) % HIGHS
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     valid = image < images
     one_unit = tl.load(unit)
-    if LENGTHS:  # a program adds what a slab of captions gives 2^(LOW + MIDDLE) sets
-        slab, high = (tl.program_id(0) // HIGHS).to(tl.int64), tl.program_id(0) % HIGHS
-        none = tl.zeros((TILE_B,), tl.float32)
-        for _ in tl.static_range(LOW):
-            none = tl.join(none, none)
-        of_length, of_length_one = none, none
-        start = begin + slab * SLAB
-        for caption in range(start, tl.minimum(start + SLAB, end_caption)):
-            of_score = tl.load(of_scores + caption * images + image, mask=valid, other=0.0)
-            if tl.max(tl.abs(of_score), 0) > 0.0:
-                first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
-                best, best_one, _unused, _unused_too = _best_of_sets(
-                    q, first, end, image, images, valid, one_unit, high, M, LOW, MIDDLE, BITS, FUSED, TILE_B
-                )
-                word = (caption - begin) * (1 << (M - MIDDLE)) + (high << LOW)
-                named = _node_of(best, BITS)
-                if MIDDLE == 1:
-                    named |= _node_of(best_one, BITS) << 8
-                store_sets(winners + word * images + image, named, images, valid, LOW)
+    LAST: tl.constexpr = (1 << BITS) - 1
+    nothing = tl.zeros((TILE_B,), tl.int32)
+    none = tl.zeros((TILE_B,), tl.float32)
+    for _ in tl.static_range(LOW):
+        none = tl.join(none, none)
+    of_length, of_length_one = none, none
+    start = begin + slab * SLAB
+    for caption in range(start, tl.minimum(start + SLAB, end_caption)):
+        of_score = tl.load(of_scores + caption * images + image, mask=valid, other=0.0)
+        if tl.max(tl.abs(of_score), 0) > 0.0:
+            first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
+            row = q + first * M * images + image
+            sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
+            one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
+            # The node's number is added last, in the instruction that adds a middle set and takes the maximum.
+            best, best_one = sums + LAST, sums + (one + LAST)
+            best_two, best_both = sums + (two + LAST), sums + (one + two + LAST)
+            for node in range(first + 1, end):
+                row = q + node * M * images + image
+                named = LAST - (node - first).to(tl.int32)
+                sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
+                one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
+                best = larger(sums, beside_sets(nothing + named, LOW), best, FUSED)
+                if MIDDLE >= 1:
+                    best_one = larger(sums, one + named, best_one, FUSED)
+                if MIDDLE == 2:
+                    best_two = larger(sums, two + named, best_two, FUSED)
+                    best_both = larger(sums, one + two + named, best_both, FUSED)
+            together = LAST - (best & LAST)
+            if MIDDLE >= 1:
+                together |= (LAST - (best_one & LAST)) << 8
+            if MIDDLE == 2:
+                together |= (LAST - (best_two & LAST)) << 16
+                together |= (LAST - (best_both & LAST)) << 24
+            word = (caption - begin) * (1 << (M - MIDDLE)) + (high << LOW)
+            store_sets(winners + word * images + image, together, images, valid, LOW)
+            if LENGTHS:
                 weight = beside_sets(of_score, LOW)
-                of_length += weight * (best & (-1 << BITS)).to(tl.float32)
+                of_length += weight * (best - (best & LAST)).to(tl.float32)
                 if MIDDLE == 1:
-                    of_length_one += weight * (best_one & (-1 << BITS)).to(tl.float32)
+                    of_length_one += weight * (best_one - (best_one & LAST)).to(tl.float32)
+    if LENGTHS:
         to = of_inverse + ((slab << M) + (high << (LOW + MIDDLE))) * images + image
         store_sets(to, of_length * (set_unit / one_unit), images, valid, LOW)
         if MIDDLE == 1:
             store_sets(to + (images << LOW), of_length_one * (set_unit / one_unit), images, valid, LOW)
-    else:  # a program names the winners of a caption: the similarities are read again from the nearest cache
-        caption = begin + tl.program_id(0).to(tl.int64)
-        of_score = tl.load(of_scores + caption * images + image, mask=valid, other=0.0)
-        if tl.max(tl.abs(of_score), 0) > 0.0:
-            first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
-            for high in range(HIGHS):
-                best, best_one, best_two, best_both = _best_of_sets(
-                    q, first, end, image, images, valid, one_unit, high, M, LOW, MIDDLE, BITS, FUSED, TILE_B
-                )
-                named = _node_of(best, BITS)
-                if MIDDLE >= 1:
-                    named |= _node_of(best_one, BITS) << 8
-                if MIDDLE == 2:
-                    named |= _node_of(best_two, BITS) << 16
-                    named |= _node_of(best_both, BITS) << 24
-                word = (caption - begin) * (1 << (M - MIDDLE)) + (high << LOW)
-                store_sets(winners + word * images + image, named, images, valid, LOW)
-
-
-@triton.jit
-def _best_of_sets(
-    q,
-    first,
-    end,
-    image,
-    images,
-    valid,
-    one_unit,
-    high,
-    M: tl.constexpr,
-    LOW: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    BITS: tl.constexpr,
-    FUSED: tl.constexpr,
-    TILE_B: tl.constexpr,
-):
-    """The best nodes' sums [B, 2, …, 2] with their numbers, for the sets without and with either middle region."""
-    LAST: tl.constexpr = (1 << BITS) - 1
-    nothing = tl.zeros((TILE_B,), tl.int32)
-    row = q + first * M * images + image
-    sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
-    one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
-    # The node's number is added last, in the instruction that adds a middle set and takes the maximum.
-    best, best_one = sums + LAST, sums + (one + LAST)
-    best_two, best_both = sums + (two + LAST), sums + (one + two + LAST)
-    for node in range(first + 1, end):
-        row = q + node * M * images + image
-        named = LAST - (node - first).to(tl.int32)
-        sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
-        one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
-        best = larger(sums, beside_sets(nothing + named, LOW), best, FUSED)
-        if MIDDLE >= 1:
-            best_one = larger(sums, one + named, best_one, FUSED)
-        if MIDDLE == 2:
-            best_two = larger(sums, two + named, best_two, FUSED)
-            best_both = larger(sums, one + two + named, best_both, FUSED)
-    return best, best_one, best_two, best_both
-
-
-@triton.jit
-def _node_of(best, BITS: tl.constexpr):
-    """The node's number, counted from the caption's first one."""
-    LAST: tl.constexpr = (1 << BITS) - 1
-    return LAST - (best & LAST)
 
 
 @triton.jit
