@@ -140,7 +140,8 @@ class TrainSection:
     batch_size: Annotated[int, Range(ge=2)] = 128  # C, the pairs of a batch on all ranks; one has no negative
     seed: NonNegativeInt = 0  # decides the weights and the regions; the data have data.seed
     device: str = "auto"  # auto: a GPU when there is one
-    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    # auto: bf16 on a GPU; fp8: bf16, with float8 products in the linear layers of the blocks, on a GPU that has them
+    precision: Literal["auto", "float32", "bf16", "fp8"] = "auto"
     # the towers: as a whole, or each block by itself, which compiles in a quarter of the time; auto: whole, on a GPU,
     # and replayed as CUDA graphs where one process takes whole batches
     compile: Literal["auto", "always", "blocks", "never"] = "auto"
@@ -174,6 +175,8 @@ class TrainSection:
             raise ValueError(
                 "train.layer_decay is for weights that are trained, and train.lora trains none of the blocks'"
             )
+        if self.lora and self.precision == "fp8":
+            raise ValueError("train.precision: fp8 does not go with train.lora, whose weights do not train; take bf16")
         if self.lora and self.sharding != "none":
             raise ValueError(
                 f"train.lora does not go with train.sharding: {self.sharding}; adapters leave little to shard"

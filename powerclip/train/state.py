@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from powerclip.alignment.backends import choose_backend
 from powerclip.data.loader import DRAWS_VERSION
 from powerclip.encoders import DualEncoder, build
+from powerclip.encoders.fp8 import use_fp8
 from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
@@ -24,7 +25,7 @@ from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe, parse_redraw
 from powerclip.train.sharded_checkpoint import load_parts
-from powerclip.train.towers import Towers, make_towers
+from powerclip.train.towers import Towers, make_towers, transformer_blocks
 
 
 @dataclass
@@ -116,6 +117,8 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
         # Only a sigmoid loss uses it: it gets no gradient here, and DDP would wait for one.
         encoder.clip.logit_bias.requires_grad_(False)
     prepare(encoder, settings)
+    if settings.precision == "fp8":
+        use_fp8(transformer_blocks(encoder), device)
     train_mode(encoder)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
