@@ -92,10 +92,13 @@ def embed_nodes(leaves: Tensor, phrases: Phrases) -> Tensor:
     return nodes_of_rows(pad(leaves, phrases.leaf_segments, 0.0), phrases, phrases.node_segments)
 
 
-def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = SINGLE) -> Tensor:
+def leaf_rows(
+    words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = SINGLE, mean: Tensor | None = None
+) -> Tensor:
     """Each caption's leaves as a row [C, max_leaves, D], zeros behind the last one.
 
-    Where they are `centred`, the mean word of the batch on all `ranks` is subtracted from every word.
+    Where they are `centred`, the mean word of the batch on all `ranks`, or another `mean` [D], is subtracted from every
+    word.
     """
     real = phrases.words.unsqueeze(1)
     start, end, offsets = phrases.leaf_start, phrases.leaf_end, phrases.leaf_offsets
@@ -105,7 +108,8 @@ def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: 
         return normalise(masked_sums(words, masks, phrases.words))
     # One more row covers the caption: the sum over all words costs no pass of its own.
     sums, total = masked_sums(words, torch.cat([masks, real], 1), phrases.words).split([masks.shape[1], 1], 1)
-    mean = ranks.sum(total.sum((0, 1))) / ranks.sum(phrases.words.sum())
+    if mean is None:
+        mean = ranks.sum(total.sum((0, 1))) / ranks.sum(phrases.words.sum())
     return normalise(subtract(sums, masks, mean))
 
 

@@ -135,7 +135,8 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "", f"image tower {image / 1e6:.1f} M, {clip.visual.image_size[0]}² pixels, {rows} × {columns} patches"
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
-        yield "", f"starts from {recipe.model.pretrained}"
+        anew = f"; drawn anew: {recipe.model.redraw}" if recipe.model.redraw else ""
+        yield "", f"starts from {recipe.model.pretrained}{anew}"
     trained = count(state.encoder, trained=True)
     if trained < total:
         settings = recipe.train

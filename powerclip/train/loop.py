@@ -31,6 +31,7 @@ from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import make_loader, note_squashing
 from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
+from powerclip.train.finetune import train_mode
 from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
 from powerclip.train.memory import check_fits
@@ -356,7 +357,7 @@ def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
         try:
             scores = evaluate(full_encoder(state.encoder).eval())
         finally:
-            state.encoder.train()
+            train_mode(state.encoder)
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}
 
 

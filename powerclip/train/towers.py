@@ -148,7 +148,7 @@ def make_towers(
 
 def in_bf16(settings: TrainSection, device: torch.device) -> bool:
     """Whether the towers compute in bf16 under these settings."""
-    return settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    return settings.precision in ("bf16", "fp8") or (settings.precision == "auto" and device.type == "cuda")
 
 
 def is_compiled(settings: TrainSection, device: torch.device) -> bool:

@@ -194,7 +194,7 @@ def test_balancing_weights_leave_nothing_to_a_bias_and_keep_what_is_balanced():
 
 def test_only_phrases_of_one_caption_whose_boxes_lie_apart_are_swapped():
     task = grounding("cup and dog", "dog and dog", "chair")
-    pairs, central = task.swap_pairs()
+    pairs, central = task.swap_pairs
     assert [[task.phrases.captions[t] for t in pair] for pair in pairs.tolist()] == [["cup and dog"] * 2]
     assert central.item() > 0  # the cup, which comes first, lies farther out
     whole = task.score(KnownFeatures(gold_query, lambda image: gold_patches(1))).parts[""]

@@ -126,10 +126,8 @@ def test_sharded_towers_give_the_loss_and_the_gradients_of_whole_ones(two_ranks,
         assert_same(two_ranks[0][0][way][case], one(case))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_messages_of_one_rank_to_itself_change_nothing(tmp_path, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("nccl needs a GPU")
     cases = SHARDED if device == "cpu" else tuple(CASES)
     for number, overrides in enumerate([(), ("train.accumulate=2",), ("train.sharding=full",)]):
         (found,) = spawn_ranks(1, look_over, tmp_path / f"{number}", device, cases, *overrides)
