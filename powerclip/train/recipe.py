@@ -26,12 +26,10 @@ from powerclip.settings import (
     to_yaml,
     validate,
 )
+from powerclip.train.parts import parse_freeze, parse_redraw
 
 # What `evaluation.scenes: true` means.
 DEFAULT_SCENES = 500
-
-TOWERS = ("image", "text")  # as train.freeze names them
-REDRAWN = (*TOWERS, "heads")  # as model.redraw names what is drawn anew
 
 # As data.trees: every caption is one phrase; only stored trees are read.
 FLAT, SIDECARS = "flat", "sidecars"
@@ -323,27 +321,6 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if key not in FREE_ON_RESUME | unknown and before.get(key) != after.get(key)
     ]
-
-
-def parse_redraw(text: str | None) -> list[str]:
-    """`text,heads` → the parts that are drawn anew. ValueError when it names something else."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if (text is not None and not parts) or set(parts) - set(REDRAWN):
-        raise ValueError(f"model.redraw must name parts, such as text, heads or image,text, not {text!r}")
-    return parts
-
-
-def parse_freeze(text: str | None) -> dict[str, int | None]:
-    """`image:8,text` → how many blocks of which tower are frozen; None: all of it. ValueError when it says nothing."""
-    frozen: dict[str, int | None] = {}
-    for part in text.split(",") if text else ():
-        tower, colon, depth = part.strip().partition(":")
-        if tower not in TOWERS or (colon and not depth.isdecimal()) or tower in frozen:
-            raise ValueError(
-                f"train.freeze must name towers and depths, such as image, text or image:8,text, not {text!r}"
-            )
-        frozen[tower] = int(depth) if colon else None
-    return frozen
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
