@@ -42,6 +42,7 @@ from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.data.trees import Tree, parse_bracketed
 from powerclip.encoders import build
+from powerclip.encoders.fp8 import why_not
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
 from powerclip.train.loop import train_step
@@ -73,6 +74,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerCLIP-exact, hardest, M = 14": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "plain autograd NLA, k = 32": ("powerclip", {"negatives": "k", "gradient": "autograd", "backend": "reference"}),
 }
+FP8 = "CLIP in fp8"
+OURS[FP8] = ("clip", {})
 OPEN_CLIP = "open_clip CLIP, 77 tokens"
 
 
@@ -154,7 +157,7 @@ def main() -> None:
             objective=objective,
             regions=RegionsSection(count=batch.regions.shape[1]),
             alignment=AlignmentConfig(**{"backend": arguments.backend, **settings}),
-            train=train,
+            train=replace(train, precision="fp8") if name == FP8 else train,
         )
         return our_step(recipe, batch, ranks)
 
@@ -162,6 +165,9 @@ def main() -> None:
         OPEN_CLIP: lambda: open_clip_step(model, train, batches[few]),
         **{name: partial(ours, name) for name in OURS},
     }
+    if obstacle := why_not(device):
+        del steps[FP8]
+        print(f"{FP8} is left out: it {obstacle}")
     wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
     name, text = "step-tiny" if arguments.tiny else f"step-{device.type}", ""
     for rows in timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device):
