@@ -48,7 +48,8 @@ from powerclip.runtime.distributed import Ranks
 from powerclip.train.loop import train_step
 from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import make_optimizer
-from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection, load_recipe
+from powerclip.train.recipe import Recipe, load_recipe
+from powerclip.train.sections import ModelSection, RegionsSection, TrainSection
 from powerclip.train.state import start
 from powerclip.train.towers import in_bf16, is_compiled
 

@@ -20,7 +20,8 @@ from step import OURS, SimulatedRanks, make_batch, our_step
 
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.errors import UserError
-from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import ModelSection, RegionsSection, TrainSection
 
 # Parts of kernels' names, the first kind that fits counts. What inductor has fused is named after what it computes.
 KINDS = {

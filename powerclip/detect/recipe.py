@@ -20,8 +20,8 @@ from powerclip.settings import (
     to_yaml,
     validate,
 )
-from powerclip.train.recipe import OptimSection
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sections import OptimSection
 
 SCENES = "scenes"  # as data: embedded scenes
 

@@ -24,7 +24,8 @@ from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
 from powerclip.train.inputs import Input, cache_folder, count_samples, existing_file, sidecar_folder
-from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import FLAT, SIDECARS, DataSection
 from powerclip.train.trees import TreeFolder, check_trees
 
 # Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.

@@ -21,7 +21,7 @@ from powerclip.evaluate.embedder import PixelStore
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.inputs import cache_folder, names_urls, remote_names, sidecar_folder, table_paths
-from powerclip.train.recipe import DataSection
+from powerclip.train.sections import DataSection
 from powerclip.train.trees import TreeFolder, prepare_trees
 
 T = TypeVar("T")

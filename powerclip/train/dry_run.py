@@ -33,8 +33,9 @@ from powerclip.train.memory import (
     trained_parameters,
 )
 from powerclip.train.mfu import operations, peak_flops
-from powerclip.train.recipe import ModelSection, Recipe, check_warmup, steps_of
+from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sections import ModelSection
 from powerclip.train.state import TrainState, start
 
 # A burst on a CPU grows until one step takes this long.

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from powerclip.encoders.text import text_blocks, text_tower
 from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
-from powerclip.train.recipe import TOWERS, TrainSection, parse_freeze
+from powerclip.train.sections import TOWERS, TrainSection, parse_freeze
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder

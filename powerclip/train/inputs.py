@@ -16,7 +16,8 @@ from powerclip.data.table import TABLE_SUFFIXES, is_table
 from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import FLAT, SIDECARS, DataSection
 
 # Up to so many tars without an index are read to count their samples; with more, the count stays unknown.
 FEW = 64

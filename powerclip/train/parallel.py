@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
 from powerclip.train.finetune import is_adapted, merged
-from powerclip.train.recipe import TrainSection
+from powerclip.train.sections import TrainSection
 from powerclip.train.towers import Towers, transformer_blocks
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates, redraw, train_mode
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
-from powerclip.train.recipe import Recipe, parse_redraw
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import parse_redraw
 from powerclip.train.sharded_checkpoint import load_parts
 from powerclip.train.towers import Towers, make_towers, transformer_blocks
 

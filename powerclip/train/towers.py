@@ -24,7 +24,7 @@ from powerclip.encoders.vision import image_blocks
 from powerclip.objectives import Objective, Plan
 from powerclip.runtime.compile import compile_shapes, raise_limit
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.recipe import TrainSection
+from powerclip.train.sections import TrainSection
 
 # Not at all · each tower as a whole · the same, replayed as CUDA graphs · each transformer block by itself
 CompileMode = Literal["none", "towers", "graphs", "blocks"]

@@ -26,7 +26,7 @@ from powerclip.encoders.text import text_blocks
 from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
 from powerclip.train.loop import run_evaluation, train
-from powerclip.train.recipe import ModelSection
+from powerclip.train.sections import ModelSection
 from powerclip.train.state import start
 
 transformers = pytest.importorskip("transformers")

@@ -19,7 +19,7 @@ from powerclip.train import towers
 from powerclip.train.data import make_loader
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
-from powerclip.train.recipe import TrainSection
+from powerclip.train.sections import TrainSection
 from powerclip.train.state import start
 from powerclip.train.towers import Towers, compiled, in_bf16, is_compiled, make_towers
 
