@@ -224,8 +224,8 @@ def tables(
 ) -> None:
     """Set results beside the paper's published ones: its tables, and its Figure 2.
 
-    Results of powerclip evaluate fill Tables 1 to 5, 9, 11 and 12; studies of powerclip compare Tables 6, 7, 8, 10, 13
-    and 14, and benchmarks/methods.py Table 13.
+    Results of powerclip evaluate fill Tables 1 to 5, 9, 11 and 12, those of powerclip detect evaluate Table 15; studies
+    of powerclip compare fill Tables 6, 7, 8, 10, 13 and 14, and benchmarks/methods.py Table 13.
     """
     from powerclip.evaluate.paper_studies import ablation_tables, read_measured
     from powerclip.evaluate.paper_tables import build_tables, collect, draw_radar, render
