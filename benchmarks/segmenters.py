@@ -1,11 +1,14 @@
 """How fast a segmenter is, how many masks it finds, and how large they are, over the images of shards.
 
     python benchmarks/segmenters.py $POWERCLIP_DATA/captions10k/train-*.tar --weights mobile_sam.pt  # on a GPU
+    python benchmarks/segmenters.py … --weights mobile_sam.pt --float32 200    # and: are they the masks of float32?
     python benchmarks/segmenters.py SHARD.tar --segmenter superpixels --limit 200                    # on a CPU
 
-Images are read before the clock starts; what is timed is `Segmenter.segment` on batches of them, with packing of the
-masks as `powerclip annotate` stores them. With `--points 16,32` each grid is measured in turn, with `--seconds` each
-stops at that time. Writes a JSON file and a Markdown table.
+Images are read before the clock starts; what is timed is the segmenter on batches of them, the next one begun before
+the masks of one are fetched, as `powerclip annotate` does it, without the packing of masks, which it does beside.
+`--float32 N` segments N images also by the plain decoder in float32, looks for each of its masks the one that overlaps
+it most, and the other way round. With `--points 16,32` each grid is measured in turn, with `--seconds` each stops at
+that time. Writes a JSON file and a Markdown table.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,14 @@ import numpy as np
 import torch
 from measure import RESULTS, markdown, origin, run, write_result
 
-from powerclip.annotate.segmenters import Segmenter, SegmenterImage, load_segmenter
+from powerclip.annotate.segmenters import Masks, Segmenter, SegmenterImage, load_segmenter
+from powerclip.annotate.segmenters.base import AsynchronousSegmenter
+from powerclip.annotate.segmenters.mobile_sam import MobileSam
 from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import LARGEST, pack_mask
 from powerclip.data.tar_index import make_index
+from powerclip.errors import UserError
+from powerclip.runtime.distributed import choose_device
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -39,6 +46,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--limit", type=int, help="most images to measure")
     parser.add_argument("--seconds", type=float, default=600, help="stop measuring a grid after this time")
+    parser.add_argument(
+        "--float32", type=int, default=0, metavar="N", help="compare the masks of N images with float32's"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
@@ -48,7 +58,11 @@ def main() -> None:
         options = {} if arguments.segmenter == "superpixels" else {"points": points}
         segmenter = load_segmenter(arguments.segmenter, arguments.device, arguments.weights, **options)
         segmenter.segment(images[: arguments.batch])
-        results.append(measure_segmenter(segmenter, images, arguments.batch, arguments.seconds))
+        row, masks = measure_segmenter(segmenter, images, arguments.batch, arguments.seconds)
+        if arguments.float32:
+            plain = load_plain(arguments, **options)
+            row |= compare(plain, images[: arguments.float32], masks)
+        results.append(row)
         print(markdown([list(results[-1].values())], list(results[-1])))
     provenance = origin()
     rows = [[_show(value) for value in result.values()] for result in results]
@@ -68,25 +82,38 @@ def read_images(shards: Sequence[Path]) -> Iterator[SegmenterImage]:
                     yield SegmenterImage(key, pixels)
 
 
+def segment(
+    segmenter: Segmenter, images: Sequence[SegmenterImage], batch: int, seconds: float = float("inf")
+) -> tuple[list[Masks], float]:
+    """The masks of the images, as far as the time reaches, and the seconds that it took."""
+    masks: list[Masks] = []
+    waiting: Callable[[], list[Masks]] = list
+    began = time.perf_counter()
+    for first in range(0, len(images), batch):
+        part = images[first : first + batch]
+        if isinstance(segmenter, AsynchronousSegmenter):
+            following = segmenter.submit(part)
+            masks += waiting()
+            waiting = following
+        else:
+            masks += segmenter.segment(part)
+        if time.perf_counter() - began > seconds:
+            break
+    masks += waiting()
+    return masks, time.perf_counter() - began
+
+
 def measure_segmenter(
     segmenter: Segmenter, images: Sequence[SegmenterImage], batch: int, seconds: float
-) -> dict[str, Any]:
-    counts: list[int] = []
-    areas: list[float] = []
-    sizes: list[int] = []
+) -> tuple[dict[str, Any], list[Masks]]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for first in range(0, len(images), batch):
-        for masks in segmenter.segment(images[first : first + batch]):
-            counts.append(len(masks))
-            areas += masks.mean((1, 2)).tolist()
-            sizes += [len(pack_mask(mask)) for mask in masks]
-        if time.perf_counter() - began > seconds:
-            break
-    elapsed = time.perf_counter() - began
-    return {
+    found, elapsed = segment(segmenter, images, batch, seconds)
+    counts = [len(masks) for masks in found]
+    areas = [area for masks in found for area in masks.mean((1, 2)).tolist()]
+    sizes = [len(pack_mask(mask)) for masks in found for mask in masks]
+    row = {
         "points": segmenter.options.get("points", 0) ** 2,
         "images": len(counts),
         "images/s": len(counts) / elapsed,
@@ -100,12 +127,39 @@ def measure_segmenter(
         "bytes allowed": LARGEST,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }
+    return row, found
+
+
+def load_plain(arguments: argparse.Namespace, **options: Any) -> Segmenter:
+    """The same segmenter without kernels and half precision."""
+    if arguments.segmenter != "mobile_sam":
+        raise UserError("--float32 compares the masks of --segmenter mobile_sam")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    weights = None if arguments.weights is None else Path(arguments.weights)
+    return MobileSam(weights, choose_device(arguments.device), fast=False, **options)
+
+
+def compare(plain: Segmenter, images: Sequence[SegmenterImage], masks: Sequence[Masks]) -> dict[str, Any]:
+    """How well the masks of the same images agree with those of `plain`: the mean IoU of each with its best match."""
+    exact, elapsed = segment(plain, images, 4)
+    pairs = [*zip(exact, masks, strict=False)]
+    return {
+        "compared images": len(pairs),
+        "float32: images/s": len(exact) / elapsed,
+        "IoU of float32's masks": float(np.mean([iou for one, other in pairs for iou in best_matches(one, other)])),
+        "IoU with float32's masks": float(np.mean([iou for one, other in pairs for iou in best_matches(other, one)])),
+    }
+
+
+def best_matches(masks: Masks, others: Masks) -> list[float]:
+    """The IoU of each mask with the one of `others` that overlaps it most."""
+    return [max(((mask & one).sum() / (mask | one).sum() for one in others), default=0.0) for mask in masks]
 
 
 def _show(value: object) -> str:
     if isinstance(value, list):
         return " · ".join(_show(one) for one in value)
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+    return (f"{value:,.1f}" if value > 1 else f"{value:.4f}") if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -80,8 +80,12 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
         """No rows yet."""
 
     @abstractmethod
-    def add(self, rows: Rows, source: OpenSource, numbers: Sequence[int], old: Old | None) -> int:
-        """Append the rows of some samples; gives how many were taken over from `old`."""
+    def fill(self, rows: Rows, source: OpenSource, count: int, old: Old | None) -> Iterator[tuple[int, int]]:
+        """Append the rows of all samples in order; gives, as it goes, how many, and how many of them are from `old`."""
+
+    def batches(self, count: int) -> Iterator[range]:
+        """The numbers of the samples of each batch."""
+        return (range(first, min(first + self.batch, count)) for first in range(0, count, self.batch))
 
     @abstractmethod
     def summarise(self, rows: Rows) -> tuple[int, int, Counter[str]]:
@@ -140,10 +144,9 @@ class ShardAnnotator(ABC, Generic[Rows, Old]):
             except SidecarError:
                 reason = "sidecar torn or of another format"
         rows, kept = self.new_rows(), 0
-        for first in range(0, count, self.batch):
-            numbers = range(first, min(first + self.batch, count))
-            kept += self.add(rows, source, numbers, old)
-            on_progress(len(numbers), count)
+        for added, taken in self.fill(rows, source, count, old):
+            kept += taken
+            on_progress(added, count)
         items, phrases, fallbacks = self.summarise(rows)
         new_info = SidecarInfo(
             kind=self.kind,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from powerclip.annotate.pipeline import ShardAnnotator
-from powerclip.annotate.segmenters.base import Masks, Segmenter, SegmenterImage
+from powerclip.annotate.segmenters.base import AsynchronousSegmenter, Masks, Segmenter, SegmenterImage
 from powerclip.annotate.sources import OpenSource, Sources
 from powerclip.annotate.writer import RegionRows
 from powerclip.data.captions import content_hash
@@ -23,6 +25,34 @@ from powerclip.data.sidecar import Annotator, Miss, RegionSidecar, read_regions
 NOT_READABLE = "image not readable"
 NO_REGION = "no region found"
 FAILED = "failed"
+
+
+@dataclass
+class _Batch:
+    """Images on their way; what is known of the one at a place in the batch."""
+
+    keys: list[str]
+    files: list[bytes]
+    results: dict[int, tuple[list[bytes], str | None]] = field(default_factory=dict)  # packed masks, or why none
+    kept: int = 0  # known before
+    decoding: dict[int, Future[npt.NDArray[np.uint8] | None]] = field(default_factory=dict)
+    images: dict[int, SegmenterImage] = field(default_factory=dict)
+    masks: Callable[[], Sequence[Masks | None]] = list  # of these images
+    packing: dict[int, Future[list[bytes]]] = field(default_factory=dict)
+
+
+def _pack(masks: Masks) -> list[bytes]:
+    return [pack_mask(mask) for mask in masks]
+
+
+def _append(rows: RegionRows, batch: _Batch) -> None:
+    """The rows of a batch."""
+    for at, (key, data) in enumerate(zip(batch.keys, batch.files, strict=True)):
+        masks, fallback = (batch.packing[at].result(), None) if at in batch.packing else batch.results[at]
+        rows.key.append(key)
+        rows.image.append(content_hash(data))
+        rows.masks.append(masks)
+        rows.fallback.append(fallback)
 
 
 class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
@@ -50,39 +80,74 @@ class RegionAnnotator(ShardAnnotator[RegionRows, RegionSidecar]):
         """No rows yet."""
         return RegionRows()
 
-    def add(self, rows: RegionRows, source: OpenSource, numbers: Sequence[int], old: RegionSidecar | None) -> int:
-        """Segment some images, but for those whose masks are known."""
-        files = [source.image(number) for number in numbers]
-        keys = [source.samples.keys[number] for number in numbers]
-        results: dict[int, tuple[list[bytes], str | None]] = {}
-        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
+    def fill(
+        self, rows: RegionRows, source: OpenSource, count: int, old: RegionSidecar | None
+    ) -> Iterator[tuple[int, int]]:
+        """Segment the images, but for those whose masks are known.
+
+        While a batch is with the segmenter, threads decode the next one and pack the masks of the one before.
+        """
+        stages: list[tuple[deque[_Batch], Callable[[_Batch], None]]] = [
+            (deque(), self._start),
+            (deque(), self._collect),
+            (deque(), partial(_append, rows)),
+        ]
+        for numbers in [*self.batches(count), *[range(0)] * len(stages)]:
+            batch: _Batch | None = self._read(source, numbers, old) if numbers else None
+            for waiting, finish in stages:
+                if batch is not None:
+                    waiting.append(batch)
+                # One batch stays in each stage until the next one comes, or none does any more.
+                batch = waiting.popleft() if len(waiting) > 1 or (waiting and not numbers) else None
+                if batch is not None:
+                    finish(batch)
+            if batch is not None:
+                yield len(batch.keys), batch.kept
+
+    def _read(self, source: OpenSource, numbers: Sequence[int], old: RegionSidecar | None) -> _Batch:
+        """Read the files of some images, and begin to decode those whose masks are not known."""
+        batch = _Batch(
+            [source.samples.keys[number] for number in numbers], [source.image(number) for number in numbers]
+        )
+        for at, (key, data) in enumerate(zip(batch.keys, batch.files, strict=True)):
             packed = Miss.NO_ROW if old is None else old.packed(key, data)
             if not isinstance(packed, Miss) and old is not None:
-                results[at] = packed, old.fallback(key)
-        kept = len(results)
-        images = []
-        for at, pixels in self._decoded([at for at in range(len(files)) if at not in results], files):
-            if pixels is None:
-                results[at] = [], NOT_READABLE
+                batch.results[at] = packed, old.fallback(key)
             else:
-                images.append((at, SegmenterImage(keys[at], pixels)))
-        masks = self._segment([image for _, image in images])
-        for (at, _), image_masks in zip(images, masks, strict=True):
-            if image_masks is None or not len(image_masks):
-                results[at] = [], FAILED if image_masks is None else NO_REGION
-            else:
-                results[at] = [pack_mask(mask) for mask in image_masks], None
-        for at, (key, data) in enumerate(zip(keys, files, strict=True)):
-            rows.key.append(key)
-            rows.image.append(content_hash(data))
-            rows.masks.append(results[at][0])
-            rows.fallback.append(results[at][1])
-        return kept
+                batch.decoding[at] = self._pool.submit(decode_rgb, data)
+        batch.kept = len(batch.results)
+        return batch
 
-    def _decoded(
-        self, wanted: Sequence[int], files: Sequence[bytes]
-    ) -> Iterator[tuple[int, npt.NDArray[np.uint8] | None]]:
-        return zip(wanted, self._pool.map(lambda at: decode_rgb(files[at]), wanted), strict=True)
+    def _start(self, batch: _Batch) -> None:
+        """Hand the decoded images to the segmenter."""
+        for at, decoding in batch.decoding.items():
+            pixels = decoding.result()
+            if pixels is None:
+                batch.results[at] = [], NOT_READABLE
+            else:
+                batch.images[at] = SegmenterImage(batch.keys[at], pixels)
+        images = [*batch.images.values()]
+        batch.masks = partial(self._segment, images)
+        if images and isinstance(self._segmenter, AsynchronousSegmenter):
+            try:
+                batch.masks = partial(self._finish, self._segmenter.submit(images), images)
+            except Exception:  # one by one, when it is their turn
+                return
+
+    def _finish(self, collect: Callable[[], list[Masks]], images: Sequence[SegmenterImage]) -> list[Masks | None]:
+        """The masks of images that the segmenter has begun with."""
+        try:
+            return [*collect()]
+        except Exception:
+            return self._segment(images)
+
+    def _collect(self, batch: _Batch) -> None:
+        """Wait for the masks, and begin to pack them."""
+        for at, masks in zip(batch.images, batch.masks(), strict=True):
+            if masks is None or not len(masks):
+                batch.results[at] = [], FAILED if masks is None else NO_REGION
+            else:
+                batch.packing[at] = self._pool.submit(_pack, masks)
 
     def _segment(self, images: Sequence[SegmenterImage]) -> list[Masks | None]:
         """The masks of images; None for one that the segmenter fails on, unless it fails on all of several."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from powerclip.annotate.parsers import Parsed, Parser
@@ -32,8 +32,15 @@ class TreeAnnotator(ShardAnnotator[TreeRows, TreeSidecar]):
         """No rows yet."""
         return TreeRows()
 
-    def add(self, rows: TreeRows, source: OpenSource, numbers: Sequence[int], old: TreeSidecar | None) -> int:
-        """Parse the captions of some samples, but for those whose trees are known."""
+    def fill(
+        self, rows: TreeRows, source: OpenSource, count: int, old: TreeSidecar | None
+    ) -> Iterator[tuple[int, int]]:
+        """Parse the captions, but for those whose trees are known."""
+        for numbers in self.batches(count):
+            yield len(numbers), self._add(rows, source, numbers, old)
+
+    def _add(self, rows: TreeRows, source: OpenSource, numbers: Sequence[int], old: TreeSidecar | None) -> int:
+        """Parse the captions of some samples; gives how many of these were known."""
         captions, keys = [source.captions(number) for number in numbers], source.samples.keys
         known: dict[tuple[int, str], Parsed] = {}
         if old is not None:

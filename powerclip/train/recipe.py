@@ -31,6 +31,7 @@ from powerclip.settings import (
 DEFAULT_SCENES = 500
 
 TOWERS = ("image", "text")  # as train.freeze names them
+REDRAWN = (*TOWERS, "heads")  # as model.redraw names what is drawn anew
 
 # As data.trees: every caption is one phrase; only stored trees are read.
 FLAT, SIDECARS = "flat", "sidecars"
@@ -45,6 +46,8 @@ class ModelSection:
     # the weights: an open_clip tag or a file, for the name; or a folder, a run, a checkpoint, hf-hub:ORG/NAME or
     # NAME/TAG, which need no name; null: random weights
     pretrained: str | None = None
+    # what of the pretrained model is drawn anew from train.seed: image or text, a whole tower, heads, both projections
+    redraw: str | None = None
 
     def __post_init__(self) -> None:
         validate(self, "model")
@@ -52,6 +55,9 @@ class ModelSection:
             raise ValueError("give either model.name or model.config (both are set; null unsets one)")
         if self.name is None and self.config is None and self.pretrained is None:
             raise ValueError("give either model.name or model.config, or model.pretrained alone (none is set)")
+        if self.redraw is not None and self.name is None and self.pretrained is None:
+            raise ValueError("model.redraw is for pretrained weights: set model.pretrained as well")
+        parse_redraw(self.redraw)
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,14 @@ class DataSection:
     # a corpus also a TSV file
     trees: str | None = None
     sidecars: str | None = None  # the folder of annotations and indices; null: beside the data
-    cache: str | None = None  # of remote shards: the folder of their copies; null: in the user's cache
+    cache: str | None = None  # folder of remote shards' copies, null: in the user's cache; of scenes: of what is drawn
     cache_size: PositiveFloat = 100.0  # of remote shards: gigabytes that their copies may take
     crop: PositiveShare = 0.9  # smallest share of an image that a crop keeps
     seed: NonNegativeInt = 0  # decides the order of the samples, or which scenes are drawn
     window: PositiveInt = 8  # of shards, and of a table's parts of 10,000 images: how many are shuffled together
     # threads that prepare batches ahead, 0: none; processes for shards, tables and, from 2, scenes
     workers: NonNegativeInt = 1
-    collective: bool = False  # of scenes: captions with phrases for several objects ("both stars") instead
+    collective: Share = 0.0  # of scenes: share with phrases for several objects ("both stars"); then sets are evaluated
     strict: bool = False  # of shards and tables: what is wrong with a sample or its annotation ends the run
     max_bad: Share = 0.1  # of shards and tables: largest share of samples, and of shards, that may be unusable
     samples: PositiveInt | None = None  # pairs in an epoch, for train.epochs; null: as many as are found
@@ -191,6 +197,7 @@ class EvaluationSection:
     """What is measured when the run ends, and every `train.evaluate_every` steps; by global embeddings, zero-shot."""
 
     retrieval: str | None = None  # held-out data: shards, written as data.shards are, or a table
+    classification: str | None = None  # zero-shot: a folder of classes, or a tar or a folder of tars with labels
     composition: str | None = None  # a folder of SugarCrepe's files with the images in images/
     scenes: NonNegativeInt = 0  # embedded test scenes; 0: none, true: 500
 
@@ -262,7 +269,7 @@ FREE_ON_RESUME = frozenset(
             *("device", "evaluate_every", "keep", "log_every", "max_skipped", "save_model", "shard_ranks", "sharding"),
             "wandb",
         ),
-        "evaluation": ("composition", "retrieval", "scenes"),
+        "evaluation": ("classification", "composition", "retrieval", "scenes"),
     }.items()
     for key in keys
 )
@@ -316,6 +323,14 @@ def differences(old: Recipe, new: Recipe, *, counted: bool = True) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if key not in FREE_ON_RESUME | unknown and before.get(key) != after.get(key)
     ]
+
+
+def parse_redraw(text: str | None) -> list[str]:
+    """`text,heads` → the parts that are drawn anew. ValueError when it names something else."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if (text is not None and not parts) or set(parts) - set(REDRAWN):
+        raise ValueError(f"model.redraw must name parts, such as text, heads or image,text, not {text!r}")
+    return parts
 
 
 def parse_freeze(text: str | None) -> dict[str, int | None]:
@@ -414,6 +429,9 @@ def _check(values: Any, where: str) -> dict[str, Any]:
     match values:
         case {"evaluation": {"scenes": bool(wanted)}}:
             values = {**values, "evaluation": {**values["evaluation"], "scenes": DEFAULT_SCENES if wanted else 0}}
+    match values:
+        case {"data": {"collective": bool(wanted)}}:
+            values = {**values, "data": {**values["data"], "collective": float(wanted)}}
     return check(values, Recipe, where)
 
 

@@ -205,6 +205,48 @@ class Stripes:
         return [no_masks() if image.key == self.blind else half for image in images]
 
 
+class Submitted(Stripes):
+    """The same, while its caller goes on."""
+
+    def __init__(self, broken: str = "", **options: str):
+        super().__init__(**options)
+        self.broken, self.events = broken, []
+
+    def submit(self, images):
+        keys = [image.key for image in images]
+        self.events.append(("begun", keys))
+
+        def collect():
+            self.events.append(("fetched", keys))
+            if self.broken in keys:
+                raise RuntimeError("lost on the way")
+            return self.segment(images)
+
+        return collect
+
+
+def test_a_batch_is_begun_before_the_masks_of_the_last_one_are_fetched(tmp_path):
+    captions = [["a"]] * 5
+    shard, other = make_shard(tmp_path / "0.tar", captions), make_shard(tmp_path / "1.tar", captions)
+    segmenter = Submitted()
+    RegionAnnotator(segmenter, batch=2).annotate(str(shard))
+    first, second, third = [keys for event, keys in segmenter.events if event == "begun"]
+    assert [len(part) for part in (first, second, third)] == [2, 2, 1]
+    begun, fetched = [("begun", part) for part in (first, second, third)], [("fetched", first), ("fetched", second)]
+    expected = [begun[0], begun[1], fetched[0], begun[2], fetched[1], ("fetched", third)]
+    assert segmenter.events == expected
+    RegionAnnotator(Stripes(), batch=2).annotate(str(other))
+    one, two = (read_regions(sidecar(tar, "regions")) for tar in (shard, other))
+    assert all((one.masks(key) == two.masks(key)).all() for part in (first, second, third) for key in part)
+
+
+def test_what_is_lost_on_the_way_is_segmented_again_image_by_image(tmp_path):
+    shard = make_shard(tmp_path / "0.tar", CAPTIONS)
+    segmenter = Submitted(broken="00002")
+    result = RegionAnnotator(segmenter, batch=2).annotate(str(shard))
+    assert (result.items, result.fallbacks) == (3, {})
+
+
 def test_every_image_gets_its_masks_and_what_has_none_a_reason(tmp_path):
     members = []
     for key, data in {"good": photo(), "torn": photo()[:200], "wrong": b"no image", "blind": photo(1)}.items():

@@ -12,7 +12,7 @@ import torch
 from annotate_examples import photo
 
 from powerclip.annotate.segmenters import SegmenterImage, load_segmenter
-from powerclip.annotate.segmenters.mobile_sam import MobileSam, MobileSamNetwork, load_network
+from powerclip.annotate.segmenters.mobile_sam import MobileSamNetwork, load_network
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
 from powerclip.data.decode import decode_rgb
 from powerclip.data.mask_codec import to_grid
@@ -143,13 +143,3 @@ def test_the_official_weights_find_the_discs_of_a_drawing():
     pixels = np.where(disc[..., None], np.uint8((250, 40, 40)), pixels)
     (masks,) = segmenter.segment([SegmenterImage("one", pixels)])
     assert best_overlap(masks, to_grid(disc)) > 0.9
-
-
-def test_half_precision_finds_the_same_regions():
-    pixels = decode_rgb(photo(3, (200, 150)))
-    whole, half = (
-        MobileSam(weights_file(), torch.device("cpu"), half=half, points=3).segment([SegmenterImage("one", pixels)])[0]
-        for half in (False, True)
-    )
-    assert len(whole) > 0
-    assert all(best_overlap(half, mask) > 0.9 for mask in whole)

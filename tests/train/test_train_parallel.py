@@ -144,7 +144,7 @@ def test_activations_that_are_computed_again_change_nothing(tmp_path, one, case)
     assert_same(alone(tmp_path, case, "train.checkpoint_activations=true"), one(case))
 
 
-@pytest.mark.parametrize("case", ["clip", "a_clip", "clip_pgs"])
+@pytest.mark.parametrize("case", ["clip", "a_clip", "clip_pgs", "powerclip_mosaics"])
 def test_plans_and_towers_compile_as_one_graph_each(tmp_path, case):
     recipe = tiny(tmp_path, *TOWERS, *CASES[case])
     state = start(recipe)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +69,12 @@ class EmbeddedParser:
         parsed: list[Parsed] = []
         before: _Started | None = None
         # While a GPU works on some captions, the next ones are cut into words.
-        for start in range(0, len(captions), _AT_ONCE):
-            started = self._start(captions[start : start + _AT_ONCE])
-            parsed += self._finish(before) if before else []
-            before = started
-        return parsed + (self._finish(before) if before else [])
+        with _without_collector():
+            for start in range(0, len(captions), _AT_ONCE):
+                started = self._start(captions[start : start + _AT_ONCE])
+                parsed += self._finish(before) if before else []
+                before = started
+            return parsed + (self._finish(before) if before else [])
 
     def _start(self, captions: Sequence[str]) -> _Started:
         parsed: list[Parsed | None] = [None] * len(captions)
@@ -120,6 +123,19 @@ class EmbeddedParser:
                     starts[at] = following
                 following = starts[at]
         return _Sentence(number, tokens, starts, ends)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Leave cyclic garbage for later: hundreds of thousands of new tokens and phrases, none of them in a cycle, make
+    Python search all of memory for cycles again and again, which takes longer than what makes them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _reason(caption: str, words: int, tokens: int) -> Fallback | None:

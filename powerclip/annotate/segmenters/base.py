@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,15 @@ class Segmenter(Protocol):
 
     def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
         """The masks [masks, GRID, GRID] of each image, the most certain or the largest first."""
+        ...
+
+
+@runtime_checkable
+class AsynchronousSegmenter(Segmenter, Protocol):
+    """A segmenter that computes while its caller goes on."""
+
+    def submit(self, images: Sequence[SegmenterImage]) -> Callable[[], list[Masks]]:
+        """Start to segment images; what is returned waits for their masks."""
         ...
 
 

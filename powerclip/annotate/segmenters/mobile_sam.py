@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from powerclip.annotate.segmenters.base import SegmenterImage, file_identity
+from powerclip.annotate.segmenters.base import Masks, SegmenterImage, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.annotate.segmenters.sam_decoder import MaskDecoder, PointEncoder
+from powerclip.annotate.segmenters.sam_fast import Encoded, FastDecoder, FastPoints, is_possible
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
 from powerclip.errors import UserError
 
@@ -39,23 +40,31 @@ class MobileSamNetwork(nn.Module):
 
     def decode(self, features: Tensor, points: Tensor, least: float = -math.inf) -> Drawn:
         """The masks of points [B, P, (x, y)] from features [B, D, h, w], if one may reach an IoU of `least`."""
+        positions = self.positions(features)
+        return self.mask_decoder(self.without_mask(features), positions, self.prompt_encoder(points), least)
+
+    def positions(self, features: Tensor) -> Tensor:
+        """Where the cells of features [B, D, h, w] are [h·w, D]."""
         height, width = features.shape[-2:]
         rows = (torch.arange(height, device=features.device) + 0.5) / height
         columns = (torch.arange(width, device=features.device) + 0.5) / width
-        cells = torch.cartesian_prod(rows, columns).flip(-1)
-        positions = self.prompt_encoder.pe_layer(cells)
-        features = features + self.prompt_encoder.no_mask_embed.weight[0, :, None, None].to(features.dtype)
-        return self.mask_decoder(features, positions, self.prompt_encoder(points), least)
+        return self.prompt_encoder.pe_layer(torch.cartesian_prod(rows, columns).flip(-1))
 
-    def halve(self) -> MobileSamNetwork:
-        """Compute in bf16, but for the positions of points: there it would move them by pixels."""
-        self.image_encoder.bfloat16()
-        self.mask_decoder.bfloat16()
-        return self
+    def without_mask(self, features: Tensor) -> Tensor:
+        """Features [B, D, h, w] with what stands for "no mask given"."""
+        return features + self.prompt_encoder.no_mask_embed.weight[0, :, None, None].to(features.dtype)
 
 
 class MobileSam(PointSegmenter):
-    """MobileSAM over a grid of points."""
+    """MobileSAM over a grid of points.
+
+    Args:
+        weights: `mobile_sam.pt`.
+        device: computes.
+        at_once: points that the decoder sees together.
+        fast: in half precision, by kernels; by default on a GPU. The masks are the same but for rounding.
+        options: see `PointOptions`.
+    """
 
     name = "mobile_sam"
     version = "1"
@@ -65,20 +74,24 @@ class MobileSam(PointSegmenter):
         weights: Path | None,
         device: torch.device,
         at_once: int | None = None,
-        half: bool | None = None,
+        fast: bool | None = None,
         **options: Any,
     ):
         if weights is None:
             raise UserError("segmenter mobile_sam: give the weights file with --weights mobile_sam.pt")
+        fast = is_possible(device) if fast is None else fast
         identity = {"weights": file_identity(weights)}
-        super().__init__(PointOptions(**options), identity, device, at_once or (512 if device.type == "cuda" else 32))
+        super().__init__(PointOptions(**options), identity, device, at_once or (1024 if fast else 32))
         self.network = load_network(weights).to(device)
-        self._dtype = torch.float32
-        if half if half is not None else device.type == "cuda":  # on most CPUs it would be slower
-            self.network.halve()
-            self._dtype = torch.bfloat16
         self._mean = torch.tensor(PIXEL_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(PIXEL_STD, device=device).view(3, 1, 1)
+        self._dtype, self._fast = torch.float32, None
+        if fast:
+            self._dtype = torch.float16
+            self.network.image_encoder.to(self._dtype).to(memory_format=torch.channels_last)
+            decoder = FastDecoder(self.network.mask_decoder, self._dtype)
+            # Positions stay in float32: half precision would move points by pixels.
+            self._fast = FastPoints(decoder, self.network.prompt_encoder, self.settings, self._at_once)
 
     def encode(self, images: Sequence[SegmenterImage]) -> tuple[Tensor, Tensor]:
         """Features [B, 256, 64, 64] of images whose longer side fills the square."""
@@ -95,6 +108,16 @@ class MobileSam(PointSegmenter):
     def decode(self, encoded: Tensor, points: Tensor) -> Drawn:
         """Masks with 256 × 256 cells."""
         return self.network.decode(encoded, points, self.settings.quality)
+
+    @torch.inference_mode()
+    def submit(self, images: Sequence[SegmenterImage]) -> Callable[[], list[Masks]]:
+        """Start to segment images; what is returned waits for their masks."""
+        if self._fast is None or not images:
+            return super().submit(images)
+        features, extent = self.encode(images)
+        positions = self.network.positions(features).to(self._dtype)
+        image = self.network.without_mask(features).flatten(2).transpose(1, 2).contiguous()
+        return self._fast.submit(Encoded(image, positions, features.shape[-1]), extent)
 
 
 def load_network(weights: Path) -> MobileSamNetwork:

@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def mask_iou(masks: Tensor) -> Tensor:
-    """IoU of each mask [n, rows, columns] with each [n, n]."""
-    flat = masks.flatten(1).float()  # zeros, ones and their sums are exact, even where products are in TF32
-    common = flat @ flat.T
-    area = flat.sum(1)
-    return common / (area[:, None] + area - common).clamp(min=1)
+    """IoU of each mask [..., n, rows, columns] with each [..., n, n]."""
+    flat = masks.flatten(-2).float()  # zeros, ones and their sums are exact, even where products are in TF32
+    common = flat @ flat.mT
+    area = flat.sum(-1)
+    return common / (area.unsqueeze(-1) + area.unsqueeze(-2) - common).clamp(min=1)
 
 
 def distinct(masks: Tensor, overlap: float, most: int) -> Tensor:

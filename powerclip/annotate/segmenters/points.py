@@ -10,7 +10,7 @@ Axes: B images · P points · K masks of each point · h, w rows and columns of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,18 +76,23 @@ class PointSegmenter(ABC):
     def decode(self, encoded: Any, points: Tensor) -> Drawn:
         """The masks of points [B, P, (x, y)] from 0 to 1 of the square; points without a good mask may be left out."""
 
-    @torch.inference_mode()
     def segment(self, images: Sequence[SegmenterImage]) -> list[Masks]:
         """The masks of each image, those first of which the model expects most."""
+        return self.submit(images)()
+
+    @torch.inference_mode()
+    def submit(self, images: Sequence[SegmenterImage]) -> Callable[[], list[Masks]]:
+        """Start to segment images; what is returned waits for their masks."""
         if not images:
-            return []
+            return list
         encoded, extent = self.encode(images)
         selected: list[list[tuple[Tensor, Tensor]]] = [[] for _ in images]
         step = max(1, self._at_once // len(images))
         for points in point_grid(self.settings.points).to(self.device).split(step):
             for at, masks, quality in self._select(self.decode(encoded, points * extent[:, None]), extent):
                 selected[at].append((masks, quality))
-        return [self._distinct(parts) for parts in selected]
+        results = [self._distinct(parts) for parts in selected]
+        return lambda: results
 
     def _select(self, drawn: Drawn, extent: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of one batch of points: each image's number, its good masks on the grid, and their expected IoU."""

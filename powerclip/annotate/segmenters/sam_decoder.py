@@ -154,10 +154,17 @@ class PointEncoder(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """Masks, and how good they will be, for each point."""
+    """Masks, and how good they will be, for each point.
 
-    def __init__(self) -> None:
+    Args:
+        scores_objects: SAM 2's: a token before all others says whether there is an object, which is not asked here, and
+            the expected IoU is a sigmoid.
+    """
+
+    def __init__(self, scores_objects: bool = False) -> None:
         super().__init__()
+        self.obj_score_token = nn.Embedding(1, FEATURES) if scores_objects else None
+        self._first = int(scores_objects)  # where the token of quality is; those of masks follow
         self.transformer = TwoWayTransformer()
         self.iou_token = nn.Embedding(1, FEATURES)
         self.mask_tokens = nn.Embedding(1 + MASKS, FEATURES)  # the first is for several prompts at once
@@ -178,15 +185,29 @@ class MaskDecoder(nn.Module):
         enough, and drawing is a good part of the work.
         """
         height, width = features.shape[-2:]
-        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(*prompts.shape[:2], -1, -1)
-        tokens = torch.cat([learned, prompts.to(learned.dtype)], dim=2)
         image = features.flatten(2).transpose(1, 2).unsqueeze(1)
-        tokens, image = self.transformer(tokens, image, positions.to(learned.dtype))
-        quality = self.iou_prediction_head(tokens[:, :, 0])[..., 1:].float()
+        tokens = self.with_learned(prompts.to(features.dtype))
+        tokens, image = self.transformer(tokens, image, positions.to(features.dtype))
+        quality = self.qualities(tokens)
         drawn = quality.amax(-1) >= least  # [B, P]
 
-        tokens, grids = tokens[drawn], image[drawn].transpose(1, 2).unflatten(-1, (height, width))  # [n, D, h, w]
+        grids = image[drawn].transpose(1, 2).unflatten(-1, (height, width))  # [n, D, h, w]
         fine = self.output_upscaling(grids).flatten(2)  # [n, D/8, 16·S]
-        kernels = [self.output_hypernetworks_mlps[at](tokens[:, 1 + at]) for at in range(1, 1 + MASKS)]
-        logits = (torch.stack(kernels, dim=1) @ fine).unflatten(-1, (4 * height, 4 * width))
+        logits = (self.kernels(tokens[drawn].unsqueeze(0))[0] @ fine).unflatten(-1, (4 * height, 4 * width))
         return Drawn(drawn.nonzero()[:, 0], logits, quality[drawn])
+
+    def with_learned(self, prompts: Tensor) -> Tensor:
+        """The prompts [B, P, 2, D] after the tokens that masks and their quality are read from."""
+        tokens = [self.obj_score_token, self.iou_token, self.mask_tokens]
+        learned = torch.cat([token.weight for token in tokens if token is not None])
+        return torch.cat([learned.expand(*prompts.shape[:2], -1, -1), prompts], dim=2)
+
+    def qualities(self, tokens: Tensor) -> Tensor:
+        """The IoU [B, P, K] that is expected of each mask."""
+        quality = self.iou_prediction_head(tokens[:, :, self._first])[..., 1:].float()
+        return quality if self.obj_score_token is None else quality.sigmoid()
+
+    def kernels(self, tokens: Tensor) -> Tensor:
+        """What each mask [B, P, K, D/8] multiplies the finest features with."""
+        mlps, first = self.output_hypernetworks_mlps, self._first + 1
+        return torch.stack([mlps[at](tokens[:, :, first + at]) for at in range(1, 1 + MASKS)], dim=2)
