@@ -141,7 +141,7 @@ def test_without_results_all_published_tables_are_shown(capsys):
     assert command(["tables"]) == 0
     printed = capsys.readouterr().out
     numbers = [int(line.split()[2].rstrip(".")) for line in printed.splitlines() if line.startswith("### Table ")]
-    assert numbers == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert numbers == list(range(1, 16))
 
 
 def test_a_radar_has_the_axes_that_were_measured(tmp_path):
