@@ -31,7 +31,7 @@ LABELS = {
     "13": "tab:appendix_train_time",
     "14": "tab:lambda_ablation",
     "unified": "tab:detailed_unified_powerclip",
-    "detection": "tab:ov_detection",
+    "ov_coco": "tab:ov_detection",
 }
 Row = tuple[str, list[float]]
 
