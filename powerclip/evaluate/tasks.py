@@ -13,9 +13,7 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from powerclip.alignment.regions import embed_regions
 from powerclip.data.trees import Span, Tree, tree_from_spans
 from powerclip.errors import UserError
 from powerclip.evaluate import metrics
@@ -23,6 +21,7 @@ from powerclip.evaluate.embedder import BATCH, Embedded, Embedder
 from powerclip.evaluate.images import ImageSource
 from powerclip.evaluate.metrics import Metrics
 from powerclip.evaluate.probe import ProbeSettings, train_probe
+from powerclip.evaluate.set_choice import SetChoice
 
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in shares of the image
 
@@ -331,7 +330,7 @@ class Grounding:
         queries = game.queries(embedder)
         other = metrics.phrases_of_other_images(torch.tensor(game.image_of_phrase))
         others = {} if other is None else {f"{name}_other": vectors[other] for name, vectors in queries.items()}
-        sets = _SetChoice(game, queries, grid, self.set_score, self.most_regions)
+        sets = SetChoice(game, queries, grid, self.set_score, self.most_regions)
         embedded, maps = game.maps(embedder, queries | others, sets.choose)
         pointing = game.score_maps(embedded, maps, grid)
         kept = embedded.readable[torch.tensor(game.image_of_phrase)]
@@ -404,53 +403,6 @@ class Grounding:
                 pairs.append((ordered[first], ordered[last]))
                 farther.append(float(distances[first] - distances[last]))
         return torch.tensor(pairs, dtype=torch.long).view(-1, 2), torch.tensor(farther, dtype=torch.double)
-
-
-class _SetChoice:
-    """The best set of an image's gold boxes for each of its phrases, and its F1.
-
-    Images with one box, where there is nothing to choose, and with too many are left out.
-    """
-
-    def __init__(
-        self,
-        game: PointingGame,
-        queries: Mapping[str, Tensor],
-        grid: tuple[int, int],
-        score: metrics.SetScore,
-        most_regions: int,
-    ) -> None:
-        self._game = game
-        self._queries = queries
-        self._grid = grid
-        self._score = score
-        self._phrases_of = game.phrases_of_images()
-        # All objects of an image, where they are known, else the boxes that its phrases name.
-        boxes = game.boxes if game.objects is None else game.objects
-        self._regions = {
-            image: list(dict.fromkeys(box for phrase in phrases for box in boxes[phrase]))
-            for image, phrases in self._phrases_of.items()
-        }
-        self._chosen = {image for image, boxes in self._regions.items() if 1 < len(boxes) <= most_regions}
-        self.has_sets = torch.tensor([image in self._chosen for image in game.image_of_phrase])  # T
-        names = [*queries, *(f"{query}_best_box" for query in queries), "all_boxes"]
-        self.f1 = {query: torch.zeros(len(game.spans), dtype=torch.double) for query in names}  # T each
-
-    def choose(self, image: int, patches: Tensor) -> None:
-        """Choose for the phrases of an image, given its patches [N, D]."""
-        if image not in self._chosen:
-            return
-        numbers, boxes = self._phrases_of[image], self._regions[image]
-        masks = metrics.box_masks(torch.tensor(boxes), self._grid).flatten(1)
-        regions = embed_regions(patches[None].cpu().float(), masks[None])[0]
-        gram = regions @ regions.T
-        gold = torch.tensor([[box in self._game.boxes[phrase] for box in boxes] for phrase in numbers])
-        for query, directions in self._queries.items():
-            q = normalize(directions[numbers].float(), dim=-1) @ regions.T
-            self.f1[query][numbers] = metrics.set_f1(q, gram, gold, self._score)
-            self.f1[f"{query}_best_box"][numbers] = metrics.set_f1(q, gram, gold, "mean")
-        named = gold.sum(1).double()
-        self.f1["all_boxes"][numbers] = 2 * named / (named + len(boxes))
 
 
 def _set_metrics(f1: Mapping[str, Tensor], has_sets: Tensor, named: Tensor) -> Metrics:
