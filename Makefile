@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format docs clean
+.PHONY: help quickstart test test-gpu lint format docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # Installs once; runs again only when the dependencies change.
 $(READY): pyproject.toml
@@ -27,6 +27,9 @@ lint: $(READY) ## ruff and mypy
 
 test: lint ## lint, types and tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(READY) ## what needs a GPU, on one: under 5 minutes, with a record in benchmarks/results
+	$(BIN)/python benchmarks/gpu_tests.py
 
 format: $(READY) ## let ruff format and fix
 	$(BIN)/ruff format .

@@ -31,14 +31,8 @@ from powerclip.data.batch import Batch
 from powerclip.objectives import OBJECTIVES
 from powerclip.runtime.distributed import choose_device
 from powerclip.train.data import make_loader
-from powerclip.train.recipe import (
-    DataSection,
-    ModelSection,
-    OptimSection,
-    Recipe,
-    RegionsSection,
-    TrainSection,
-)
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import DataSection, ModelSection, OptimSection, RegionsSection, TrainSection
 from powerclip.train.towers import is_compiled
 
 Report = Callable[[str], object]

@@ -42,12 +42,14 @@ from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.data.trees import Tree, parse_bracketed
 from powerclip.encoders import build
+from powerclip.encoders.fp8 import why_not
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
 from powerclip.train.loop import train_step
 from powerclip.train.mfu import Mfu
 from powerclip.train.optimizer import make_optimizer
-from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection, load_recipe
+from powerclip.train.recipe import Recipe, load_recipe
+from powerclip.train.sections import ModelSection, RegionsSection, TrainSection
 from powerclip.train.state import start
 from powerclip.train.towers import in_bf16, is_compiled
 
@@ -73,6 +75,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerCLIP-exact, hardest, M = 14": ("powerclip", {"aggregation": "exact", "negatives": "hardest"}),
     "plain autograd NLA, k = 32": ("powerclip", {"negatives": "k", "gradient": "autograd", "backend": "reference"}),
 }
+FP8 = "CLIP in fp8"
+OURS[FP8] = ("clip", {})
 OPEN_CLIP = "open_clip CLIP, 77 tokens"
 
 
@@ -154,7 +158,7 @@ def main() -> None:
             objective=objective,
             regions=RegionsSection(count=batch.regions.shape[1]),
             alignment=AlignmentConfig(**{"backend": arguments.backend, **settings}),
-            train=train,
+            train=replace(train, precision="fp8") if name == FP8 else train,
         )
         return our_step(recipe, batch, ranks)
 
@@ -162,6 +166,9 @@ def main() -> None:
         OPEN_CLIP: lambda: open_clip_step(model, train, batches[few]),
         **{name: partial(ours, name) for name in OURS},
     }
+    if obstacle := why_not(device):
+        del steps[FP8]
+        print(f"{FP8} is left out: it {obstacle}")
     wanted = [name for name in steps if any(part in name for part in arguments.only)] if arguments.only else list(steps)
     name, text = "step-tiny" if arguments.tiny else f"step-{device.type}", ""
     for rows in timed({name: steps[name] for name in wanted}, pairs, repeats, arguments.rounds, device):

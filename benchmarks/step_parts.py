@@ -26,7 +26,8 @@ from powerclip.data.batch import Batch
 from powerclip.train.guard import mark_loss, step_if_finite
 from powerclip.train.loop import train_step
 from powerclip.train.parallel import clip_gradients
-from powerclip.train.recipe import ModelSection, Recipe, RegionsSection, TrainSection
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import ModelSection, RegionsSection, TrainSection
 from powerclip.train.state import TrainState, start
 
 PARTS = ("copy", "towers", "loss", "backward", "norm", "optimiser")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from mini_corpus import write_mini_corpus
 
@@ -27,6 +28,14 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("real data: set POWERCLIP_DATA to the folder that holds captions10k/ and sugarcrepe/")
     return Path(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none. `make test-gpu` runs these tests and those of the kernels."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 class Clock:

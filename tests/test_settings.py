@@ -13,7 +13,8 @@ from powerclip.alignment.config import PRESETS, Preset
 from powerclip.errors import UserError
 from powerclip.objectives import OBJECTIVES, SETTINGS, FlipSettings
 from powerclip.settings import NonNegativeInt, PositiveFloat, Range, Share, build, check, field_types, validate
-from powerclip.train.recipe import DEFAULT_SCENES, Recipe, TrainSection, load_recipe, parse_recipe
+from powerclip.train.recipe import Recipe, load_recipe, parse_recipe
+from powerclip.train.sections import DEFAULT_SCENES, TrainSection
 
 
 @dataclass(frozen=True)

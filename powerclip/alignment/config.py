@@ -67,6 +67,19 @@ class AlignmentConfig:
     weight: NonNegativeFloat = 1.0  # λ, the weight beside the CLIP loss
     ramp: Share = 0.0  # share of the run over which the weight rises from 0; 0: full weight from the first step
 
+    # Mosaics: phrases that must find their own image's tile among those of other images
+    mosaics: Share = 0.0  # share of a batch's images that are also shown as tiles of 2 × 2 mosaics; 0: none
+    mosaic_weight: NonNegativeFloat = 1.0  # weight of that loss beside the CLIP loss
+    mosaic_pool: Literal["mean", "patches"] = "mean"  # what answers for a tile: its embedding, or the best patches
+    mosaic_among: Literal["all", "own"] = "all"  # the tiles that compete: of all mosaics, or of the image's own
+    mosaic_range: Share = 0.5  # share of the sides over which the cuts between tiles vary; 0: always in the middle
+    mosaic_sets: NonNegativeFloat = 0.0  # weight of gold sets: the captions of several tiles have these as best set
+    # further texts whose phrases look for their tile. mixed: captions with phrases of other tiles' captions in them;
+    # alone: single phrases, by their global embedding; both: half of each
+    mosaic_texts: Literal["none", "mixed", "alone", "both"] = "none"
+    mosaic_texts_weight: NonNegativeFloat = 1.0  # weight of their loss
+    mosaic_exchange: Share = 0.5  # share of the phrases of a mixed caption that are exchanged
+
     # Whose features are aligned, and which of them learn from it
     trains: Literal["both", "image", "text"] = "both"  # the towers that the alignment's gradient goes to
     projection: Literal["shared", "separate"] = "shared"  # separate: patches and words have matrices of their own
@@ -97,6 +110,13 @@ class AlignmentConfig:
             raise ValueError(f"alignment.anneal needs negatives: k, which is what it lowers, not {self.negatives}")
         if not (self.r2t or self.t2r):
             raise ValueError("alignment.r2t and alignment.t2r are both off: nothing is left to align")
+        if not self.mosaics and (self.mosaic_sets or self.mosaic_texts != "none"):
+            given = "mosaic_sets" if self.mosaic_sets else "mosaic_texts"
+            raise ValueError(
+                f"alignment.{given} is about mosaics: set alignment.mosaics to the share of images in them"
+            )
+        if self.mosaics and not self.parse_trees:
+            raise ValueError("alignment.mosaics is for phrases, and alignment.parse_trees: false has none")
         if self.similarity == "cosine" and self.aggregation == "nla" and self.region_sets:
             raise ValueError("alignment.similarity: cosine has no approximation: it needs aggregation: exact, not nla")
         if self.largest_set and self.t1 not in ("softplus", "relu"):

@@ -33,13 +33,28 @@ def embed_parts(
 
     Where a batch is distributed over `ranks`, each has its own rows of all of them; means are those of the whole batch.
     """
+    nodes, segments = embed_captions(words, phrases, config, ranks)
+    return Parts(embed_regions(patches, masks, config.centre, ranks), nodes, segments)
+
+
+def embed_captions(
+    words: Tensor,
+    phrases: Phrases,
+    config: AlignmentConfig,
+    ranks: Ranks = SINGLE,
+    mean: Tensor | None = None,
+) -> tuple[Tensor, Segments]:
+    """Nodes [T, D] of word features [C, L, D], and which caption each belongs to (Eqs. 3 and 4).
+
+    Where the settings centre, the mean word of the batch is subtracted, or another `mean` [D].
+    """
     if not config.parse_trees:
         phrases = single_tokens(phrases)
     # What all captions share says nothing about which image is theirs; the same for all images, and for all
     # patches of one image.
-    leaves = leaf_rows(words, phrases, centred=config.centre != "none", ranks=ranks)
+    leaves = leaf_rows(words, phrases, centred=config.centre != "none", ranks=ranks, mean=mean)
     segments = phrases.node_segments
     nodes = nodes_of_rows(leaves, phrases, segments, mean=config.similarity == "mean")
     if config.similarity == "cosine":
         nodes = normalise(nodes)
-    return Parts(embed_regions(patches, masks, config.centre, ranks), nodes, segments)
+    return nodes, segments

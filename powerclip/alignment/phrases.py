@@ -92,10 +92,13 @@ def embed_nodes(leaves: Tensor, phrases: Phrases) -> Tensor:
     return nodes_of_rows(pad(leaves, phrases.leaf_segments, 0.0), phrases, phrases.node_segments)
 
 
-def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = SINGLE) -> Tensor:
+def leaf_rows(
+    words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: Ranks = SINGLE, mean: Tensor | None = None
+) -> Tensor:
     """Each caption's leaves as a row [C, max_leaves, D], zeros behind the last one.
 
-    Where they are `centred`, the mean word of the batch on all `ranks` is subtracted from every word.
+    Where they are `centred`, the mean word of the batch on all `ranks`, or another `mean` [D], is subtracted from every
+    word.
     """
     real = phrases.words.unsqueeze(1)
     start, end, offsets = phrases.leaf_start, phrases.leaf_end, phrases.leaf_offsets
@@ -105,7 +108,8 @@ def leaf_rows(words: Tensor, phrases: Phrases, *, centred: bool = False, ranks: 
         return normalise(masked_sums(words, masks, phrases.words))
     # One more row covers the caption: the sum over all words costs no pass of its own.
     sums, total = masked_sums(words, torch.cat([masks, real], 1), phrases.words).split([masks.shape[1], 1], 1)
-    mean = ranks.sum(total.sum((0, 1))) / ranks.sum(phrases.words.sum())
+    if mean is None:
+        mean = ranks.sum(total.sum((0, 1))) / ranks.sum(phrases.words.sum())
     return normalise(subtract(sums, masks, mean))
 
 
@@ -119,6 +123,16 @@ def nodes_of_rows(leaves: Tensor, phrases: Phrases, segments: Segments, *, mean:
     if mean:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)  # at least 1: padding has no leaves
     return unpad(weights @ leaves, segments)
+
+
+def node_ranges(phrases: Phrases) -> tuple[Tensor, Tensor]:
+    """The tokens of each node: first and one past the last [C, max_nodes], 0 and 0 behind a caption's last node."""
+    segments = phrases.node_segments
+    first = phrases.leaf_offsets[segments.index]
+    start = phrases.leaf_start[first + phrases.node_start]
+    end = phrases.leaf_end[first + phrases.node_end - 1]
+    members, real = segments.rows()
+    return start[members].where(real, 0), end[members].where(real, 0)
 
 
 def _ranges(start: Tensor, end: Tensor, offsets: Tensor, count: int, length: int) -> Tensor:

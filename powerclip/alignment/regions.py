@@ -55,12 +55,24 @@ def embed_regions(patches: Tensor, masks: Tensor, centre: Centre = "none", ranks
     """
     if centre == "none":
         return normalise(masked_sums(patches, masks))
+    sums, mean = sum_regions(patches, masks)
+    if centre == "batch":
+        mean = ranks.mean(mean.mean(0, keepdim=True))
+    return centre_regions(sums, masks, mean, centre)
+
+
+def sum_regions(patches: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums [C, M, D] of patches under masks, and each image's mean patch [C, 1, D]."""
     # One more row covers the image: its mean costs no pass over the patches, neither here nor in the backward.
     rows = torch.cat([masks, torch.ones_like(masks[:, :1])], 1)
     sums, total = masked_sums(patches, rows).split([masks.shape[1], 1], 1)
-    mean = total / patches.shape[1]  # [C, 1, D]
-    if centre == "batch":
-        mean = ranks.mean(mean.mean(0, keepdim=True))
+    return sums, total / patches.shape[1]
+
+
+def centre_regions(sums: Tensor, masks: Tensor, mean: Tensor, centre: Centre) -> Tensor:
+    """φ [C, M, D] of the sums [C, M, D] under masks, with a mean [C or 1, 1, D] subtracted unless `centre` is none."""
+    if centre == "none":
+        return normalise(sums)
     regions = normalise(subtract(sums, masks, mean))
     if centre == "image":
         # Less its own mean nothing is left of a whole image but rounding, which must not be scaled to length 1.

@@ -1,4 +1,5 @@
-"""The command line, by subject: data (annotate, index, pack), training, evaluation, the live page, analyses, export.
+"""The command line, by subject: data (annotate, index, pack), training, evaluation, detection, the live page, analyses,
+export.
 
 Commands import what they need when they run, so that `powerclip --help` need not wait for torch.
 """
@@ -17,6 +18,7 @@ from powerclip import __version__
 from powerclip.cli import analyse as analyses
 from powerclip.cli import annotate as annotation
 from powerclip.cli import demo as demonstration
+from powerclip.cli import detect as detection
 from powerclip.cli import evaluate as evaluation
 from powerclip.cli import export as exports
 from powerclip.cli import models as catalogue
@@ -88,7 +90,7 @@ def options(
     """Options before the command."""
 
 
-for subject in (annotation, training, evaluation, demonstration, analyses, catalogue, exports):
+for subject in (annotation, training, evaluation, detection, demonstration, analyses, catalogue, exports):
     app.add_typer(subject.app)
 
 

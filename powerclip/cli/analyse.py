@@ -41,11 +41,11 @@ def analyse_nla(
         str | None,
         typer.Option("--trees", help="A .tsv(.gz) of their trees: key, caption number, brackets. [default: flat]"),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where nla.png and nla.json go.")] = Path("runs/nla"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where figures and nla.json go.")] = Path("runs/nla"),
     batches: Annotated[int, typer.Option("--batches", min=1, help="Batches of 16 pairs.")] = 8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the vectors and of the regions.")] = 0,
 ) -> None:
-    """Compare the approximation with the exact powerset, over τ and α."""
+    """Compare the approximation with the exact powerset, over τ and α: the paper's Figures 5 and 7."""
     with interruptible("nothing was written"):
         from rich.console import Console
 
@@ -54,7 +54,7 @@ def analyse_nla(
         study = NlaStudy(model, shards, trees, batches=batches, seed=seed)
         for grid in analyse(output, study, report=print):
             grid.table().print(Console())
-    print(f"figure and numbers: {output / 'nla.png'}, nla.json")
+    print(f"figures and numbers: {output / 'nla.png'}, nla-losses.png (Figure 5), nla-scores.png (Figure 7), nla.json")
 
 
 @analyse_app.command("cost", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

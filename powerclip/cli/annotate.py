@@ -227,7 +227,9 @@ def pack(
     from powerclip.data.table import is_table
     from powerclip.errors import UserError
 
-    if not table.exists() or not is_table(table):
+    if not table.exists():
+        raise UserError(f"TABLE: there is no {table}")
+    if not is_table(table):
         raise UserError(f"TABLE: {table} is no table (.csv, .tsv, .jsonl, .parquet, or NAME.jpg and NAME.txt)")
     with interruptible("shards that are finished are kept; the same command goes on with the rest"):
         columns = table_columns(image_column, caption_column)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from powerclip.cli.process import interruptible, table_columns
+from powerclip.errors import UserError
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -60,6 +61,7 @@ def ground(
     "  powerclip evaluate --model my/model --grid captions10k/val-000.tar     # grounding without boxes\n"
     "  powerclip evaluate --model runs/quickstart/seed-0/powerclip/model --scenes 1000\n"
     "  powerclip evaluate --model my/model negatives.json --images captions10k/val-000.tar\n"
+    "  powerclip evaluate captions.csv --model runs/mine --score powerset --rerank 100     # or --score late\n"
     "  torchrun --nproc-per-node 8 -m powerclip evaluate --model my/model --suite paper --data ~/benchmarks"
 )
 def evaluate(
@@ -97,11 +99,29 @@ def evaluate(
     scenes: Annotated[int, typer.Option("--scenes", min=0, help="Embedded test scenes: no data needed.")] = 0,
     suite: Annotated[
         str | None,
-        typer.Option("--suite", help="paper, classification, retrieval, robustness, composition or probe."),
+        typer.Option("--suite", help="paper, classification, retrieval, robustness, composition, probe or multilabel."),
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="The folder that holds the suite's datasets.")] = None,
     datasets: Annotated[
         list[str] | None, typer.Option("--datasets", help="Only these of the suite: a,b; may be repeated.")
+    ] = None,
+    score: Annotated[
+        str,
+        typer.Option(
+            "--score", help="What compares images with texts: global embeddings, late or powerset (by parts)."
+        ),
+    ] = "global",
+    rerank: Annotated[
+        int, typer.Option("--rerank", min=0, help="Score only so many best by global embeddings anew. [default: all]")
+    ] = 0,
+    boxes: Annotated[
+        str | None, typer.Option("--boxes", help="Of powerset: 10 random boxes, or 3x3: all boxes of a grid.")
+    ] = None,
+    alignment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alignment", metavar="KEY=VALUE", help="Of powerset: other settings than the run's; repeatable."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the results go. [default: results/NAME-OF-MODEL]")
@@ -121,9 +141,13 @@ def evaluate(
 
     Each dataset becomes a JSON file in clip-benchmark's schema. Datasets that are missing are listed with where to get
     them, and the rest is measured; the same command goes on where it stopped.
+
+    --score late compares each patch with each token, as FILIP does; --score powerset the regions of an image with the
+    phrases of a text, by the alignment settings of the run that the model comes from, or the default ones.
     """
     with interruptible("the same command goes on where it stopped"):
         from powerclip.evaluate.runner import evaluate_model
+        from powerclip.train.score_settings import score_settings
 
         evaluate_model(
             model,
@@ -143,6 +167,7 @@ def evaluate(
             again=again,
             quiet=quiet,
             columns=table_columns(image_column, caption_column),
+            score=score_settings(model, score, rerank=rerank, boxes=boxes, alignment=alignment or ()),
         )
 
 
@@ -180,23 +205,48 @@ def negatives(
 @app.command(
     epilog="\b\nExamples:\n"
     "  powerclip tables results/my-model results/ViT-B-16-laion2b_s34b_b88k\n"
-    "  powerclip tables results/* --output tables.tex"
+    "  powerclip tables results/* --output tables.tex --radar figure-2.png\n"
+    "  powerclip tables runs/paper_table6 runs/paper_table8     # studies of powerclip compare: the paper's ablations\n"
+    "  powerclip tables     # all that the paper has published"
 )
 def tables(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULTS…", help="Result files, or folders of them.")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RESULTS…]", help="Result files, folders of them, and folders of studies."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .md, .tex or .html file. [default: print Markdown]")
     ] = None,
     published: Annotated[bool, typer.Option(help="Show the paper's published rows as well.")] = True,
+    radar: Annotated[
+        Path | None, typer.Option("--radar", help="Also draw all benchmarks as a radar plot: a .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
-    """Set results beside the paper's published ones: its Tables 1 to 5 and the linear probe."""
-    from powerclip.evaluate.paper_tables import build_tables, collect, render
+    """Set results beside the paper's published ones: its tables, and its Figure 2.
+
+    Results of powerclip evaluate fill Tables 1 to 5, 9, 11 and 12, those of powerclip detect evaluate Table 15; studies
+    of powerclip compare fill Tables 6, 7, 8, 10, 13 and 14, and benchmarks/methods.py Table 13.
+    """
+    from powerclip.evaluate.paper_studies import ablation_tables, read_measured
+    from powerclip.evaluate.paper_tables import build_tables, collect, draw_radar, render
     from powerclip.runtime.files import write_atomic
 
-    form = output.suffix.lstrip(".").lower() if output is not None else "md"
-    page = render(build_tables(collect(results), published), form)
+    paths = results or []
+    read = {path: read_measured(path) for path in paths}
+    measured = [study for study in read.values() if study is not None]
+    others = [path for path, study in read.items() if study is None]
+    records = collect(others)
+    built = build_tables(records, published) if others or not paths else []
+    ablations = ablation_tables(measured, published) if measured or not paths else []
+    if measured and not ablations:
+        raise UserError(f"{paths[0]}: none of its settings is one of the paper's Tables 6, 7, 8, 10, 13 and 14")
+    page = render(built, output.suffix.lstrip(".").lower() if output is not None else "md", ablations)
+    if radar is not None:
+        draw_radar(records, published, radar)
     if output is None:
         print(page, end="")
     else:
         write_atomic(output, page.encode())
         print(f"tables: {output}")
+    if radar is not None:
+        print(f"radar plot: {radar}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from powerclip.compare.cost import RunCosts
 from powerclip.compare.held_out import measure_held_out, read_held_out
 from powerclip.compare.pool import Processes, train_in_turn
 from powerclip.compare.study import Run, RunFailure, Studies, Study, StudyResults
@@ -106,6 +107,7 @@ class RunTable:
     def __init__(self, study: Study, output: Path, seeds: Sequence[int], options: RunOptions):
         self._study, self._output, self._seeds, self._options = study, output, seeds, options
         self.results: StudyResults = {setting.name: {} for setting in study.settings}
+        self._costs = RunCosts()
 
     def note(self, run: Run, result: Results | RunFailure, remark: str = "") -> None:
         """Add the result of a run, and print it; a remark is printed instead of the duration."""
@@ -177,8 +179,10 @@ class RunTable:
         }
         logs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in results}
         for run in study.runs(self._output, self._seeds):
-            if isinstance(results[run.setting].get(run.seed), Results):
-                logs[run.setting].append(list(read_metrics(run.folder.metrics)))
+            result = results[run.setting].get(run.seed)
+            if isinstance(result, Results):
+                rows = list(read_metrics(run.folder.metrics))
+                logs[run.setting].append(self._costs.add(rows, run.recipe, result.seconds_per_step))
         write_atomic(self._output / "table.md", page.encode())
         write_atomic(self._output / "results.json", (json.dumps(content, indent=1) + "\n").encode())
         write_atomic(self._output / "curves.html", curves_page(logs).encode())

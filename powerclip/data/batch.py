@@ -35,6 +35,17 @@ class BatchSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class FurtherTexts:
+    """Texts that an objective makes of the captions of a batch, and that go through the text tower beside them."""
+
+    tokens: Tensor  # [E, L] long
+    phrases: Phrases  # the leaves of each text; there are no nodes
+    tile: Tensor  # [E, K] the tile of this rank's mosaics that each leaf belongs to
+    asked: Tensor  # [E, K] bool: the leaves that shall find their tile
+    alone: Tensor  # [E] bool: the texts that are one leaf, and shall find their tile as a whole too
+
+
 @dataclass
 class Batch:
     """C pairs of an image and a caption, with M regions of each image and the tree of each caption."""
@@ -47,6 +58,7 @@ class Batch:
     counts: Mapping[str, int] = field(default_factory=dict)  # what was skipped or replaced to make it, by name
     short: int = 0  # when captions are in the order of their lengths: tokens that all but the last eighth fit into
     lengths: tuple[int, ...] = ()  # tokens of each caption, start and end among them; empty when the host cannot tell
+    further: FurtherTexts | None = None  # made on the device, where the objective has a use for them
 
     def __len__(self) -> int:
         return len(self.images)

@@ -114,7 +114,13 @@ def _caption_heads(heads: Sequence[str], path: Path, setting: str) -> tuple[int,
 def _only(heads: Sequence[str], found: Sequence[int], path: Path, what: str, setting: str) -> int:
     if len(found) == 1:
         return found[0]
-    which = f"{_listed([heads[number] for number in found])} could" if found else "none is known to"
+    if len(heads) == 1 and (mark := next((mark for mark in ";|\t" if mark in heads[0]), None)):
+        raise UserError(f"{path}: its cells are separated by {mark!r}: write them with commas, or with tabs as a .tsv")
+    names = [heads[number] for number in found]
+    if len(set(names)) < len(names):
+        numbers = ", ".join(str(number + 1) for number in found)
+        raise UserError(f"{path}: columns {numbers} are all called {names[0]!r}; set {setting} to the number of one")
+    which = f"{_listed(names)} could" if found else "none is known to"
     raise UserError(f"{path}: of its columns {_listed(heads)}, {which} hold {what}; set {setting} to the one that does")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -48,6 +50,14 @@ def begin_worker(_: int) -> None:
         signal.signal(name, signal.SIG_IGN)
     # Pillow would warn of odd images in every worker; those that matter are counted as faults.
     warnings.filterwarnings("ignore", module="PIL")
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone. Torch looks too, but then waits for a reader of what is still sent."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 class BatchLoader(ABC):

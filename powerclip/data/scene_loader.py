@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from powerclip.alignment.phrases import Phrases
 from powerclip.alignment.regions import boxes_of
 from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.keyed_random import Draw, keys_of
 from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker, box_draws
 from powerclip.data.pixels import Normaliser
+from powerclip.data.scene_captions import PackedCaptions, SceneCaptions
+from powerclip.data.scene_store import BatchStore, pack, unpack
 from powerclip.data.scenes import PackedScenes, generate, pack_scenes, render_packed
-from powerclip.data.tokens import CaptionTokenizer, pack_phrases
+from powerclip.data.tokens import CaptionTokenizer
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 
@@ -34,36 +36,55 @@ class _DrawnBatch:
     """A batch before its images are drawn."""
 
     scenes: PackedScenes
-    tokens: Tensor  # [C, L]
+    captions: PackedCaptions
     boxes: Tensor  # [4, C, M] uniform numbers
-    phrases: Phrases
     keys: list[str]
-    lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class _SceneDraw:
     """Draws batches by number; goes to the processes."""
 
-    spec: BatchSpec
-    tokenizer: CaptionTokenizer
-    rows: slice
-    split: str
+    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, rows: slice, collective: float) -> None:
+        self.spec, self.rows, self._collective = spec, rows, collective
+        self._tokenizer = tokenizer
+        self._captions = SceneCaptions(tokenizer, spec.nodes, spec.length_multiple)
 
     def __getitem__(self, step: int) -> _DrawnBatch:
         spec = self.spec
         numbers = range(step * spec.batch_size, (step + 1) * spec.batch_size)[self.rows]
-        scenes = [generate(spec.seed, number, self.split) for number in numbers]
-        captions = [self.tokenizer.encode(scene.caption) for scene in scenes]
-        tokens = self.tokenizer.pad([caption.ids for caption in captions], multiple=spec.length_multiple)
+        scenes = [generate(spec.seed, number, self._split(number)) for number in numbers]
         return _DrawnBatch(
             scenes=pack_scenes(scenes),
-            tokens=tokens,
+            captions=self._captions.pack(scenes),
             boxes=box_draws(keys_of(spec.augment_seed, np.array(numbers), Draw.BOXES), spec.regions),
-            phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], spec.nodes),
-            keys=[f"{self.split}-{spec.seed}-{number}" for number in numbers],
-            lengths=tuple(map(len, captions)),
+            keys=[f"{scene.split}-{scene.seed}-{scene.index}" for scene in scenes],
         )
+
+    @property
+    def identity(self) -> str:
+        """Everything that decides what a batch of a number holds, before its images are drawn."""
+        spec, tokenizer = self.spec, self._tokenizer
+        drawn = (spec.seed, spec.augment_seed, spec.batch_size, self.rows, spec.regions, self._collective)
+        said = (tokenizer.name, tokenizer.context_length, tokenizer.splits_words, spec.nodes, spec.length_multiple)
+        return repr((drawn, said))
+
+    def _split(self, number: int) -> str:
+        """The split of a scene: those of the share are spread evenly."""
+        share = self._collective
+        return "collective" if int((number + 1) * share) > int(number * share) else "train"
+
+
+@dataclass(frozen=True)
+class _PackedDraw:
+    """Draws batches as bytes, or reads those that are kept."""
+
+    draw: _SceneDraw
+    store: BatchStore | None
+
+    def __getitem__(self, step: int) -> bytes:
+        if self.store is None:
+            return pack(self.draw[step])
+        return self.store.get(step, lambda: pack(self.draw[step]))
 
 
 class SceneLoader(BatchLoader):
@@ -73,28 +94,38 @@ class SceneLoader(BatchLoader):
         spec: the batches; scenes are square and shown whole.
         tokenizer: gives the tokens of a caption and their place in it.
         ranks: share each batch.
-        split: of the scenes, "train" or "collective".
+        collective: share of the scenes that are of split "collective" instead of "train".
+        cache: a folder that keeps what is drawn, a kilobyte a scene, for other runs that want the same.
     """
 
-    def __init__(self, spec: BatchSpec, tokenizer: CaptionTokenizer, ranks: Ranks = SINGLE, split: str = "train"):
+    def __init__(
+        self,
+        spec: BatchSpec,
+        tokenizer: CaptionTokenizer,
+        ranks: Ranks = SINGLE,
+        collective: float = 0.0,
+        cache: Path | None = None,
+    ):
         super().__init__(spec, ranks)
         if spec.image_size[0] != spec.image_size[1]:
             size = "×".join(map(str, spec.image_size))
             raise UserError(f"data.source: scenes are square, and the model reads images of {size} pixels")
         self.tokenizer = tokenizer
-        self._draw = _SceneDraw(spec, tokenizer, self._rows, split)
+        draw = _SceneDraw(spec, tokenizer, self._rows, collective)
+        self._draw = _PackedDraw(draw, BatchStore(cache, draw.identity) if cache else None)
         self._normalise = Normaliser(spec.mean, spec.std, spec.device)
 
     def batch(self, step: int) -> Batch:
         """The batch that the update after `step` finished ones sees."""
-        return self._finish(self._draw[step])
+        drawn = self._draw.draw[step] if self._draw.store is None else unpack(self._draw[step], self.spec.device)
+        return self._finish(drawn)
 
     def stream(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches `start` … `stop`-1 in order; by processes where there is more than one worker."""
         if self.spec.workers < 2:
             yield from super().stream(start, stop)
             return
-        loader: DataLoader[_DrawnBatch] = DataLoader(
+        loader: DataLoader[bytes] = DataLoader(
             self._draw,  # type: ignore[arg-type]
             sampler=range(start, stop),
             batch_size=None,
@@ -103,7 +134,8 @@ class SceneLoader(BatchLoader):
             worker_init_fn=begin_worker,
         )
         try:
-            yield from map(self._finish, loader)
+            for packed in loader:
+                yield self._finish(unpack(packed, self.spec.device))
         except (ConnectionError, EOFError):  # in the middle of a message
             raise UserError(WORKER_KILLED) from None
 
@@ -113,9 +145,9 @@ class SceneLoader(BatchLoader):
         images = render_packed(drawn.scenes.to(spec.device), spec.image_size[0]).float()
         return Batch(
             images=self._normalise(images),
-            tokens=drawn.tokens.to(spec.device),
-            regions=boxes_of(drawn.boxes, spec.grid, spec.largest_box).to(spec.device),
-            phrases=drawn.phrases.to(spec.device),
+            tokens=drawn.captions.tokens.to(spec.device),
+            regions=boxes_of(drawn.boxes.to(spec.device), spec.grid, spec.largest_box),
+            phrases=drawn.captions.phrases.to(spec.device),
             keys=drawn.keys,
-            lengths=drawn.lengths,
+            lengths=drawn.captions.lengths,
         )

@@ -71,6 +71,11 @@ class CaptionTokenizer:
         self._lowers = self.tokenizer.clean_fn is clip.get_clean_fn("lower")
         self._pieces: dict[str, _Pieces] = {}
 
+    @property
+    def splits_words(self) -> bool:
+        """Whether the tokens of a text, in whatever capitals, are those of its words one after the other."""
+        return self._fast is None and self._lowers
+
     def encode(self, caption: str) -> TokenizedCaption:
         """The ids that the open_clip tokenizer gives, with the characters each stands for."""
         if self._fast is not None:

@@ -20,6 +20,7 @@ from powerclip.errors import UserError
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = WEIGHT_FILES[0]
+TEXT_CONFIG_FILE = "config.json"  # of a text tower of Hugging Face that comes from no hub
 
 
 def save(model: DualEncoder, directory: str | Path, tokenizer: Tokenizer | None = None) -> Path:
@@ -36,7 +37,7 @@ def save(model: DualEncoder, directory: str | Path, tokenizer: Tokenizer | None 
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
     try:
         draft.mkdir(parents=True)
-        _write(model, draft, tokenizer)
+        _write(model, draft, tokenizer, target)
         _move(draft, target)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{target}: could not save the model: {error}") from error
@@ -45,14 +46,22 @@ def save(model: DualEncoder, directory: str | Path, tokenizer: Tokenizer | None 
     return target
 
 
-def _write(model: DualEncoder, directory: Path, tokenizer: Tokenizer | None) -> None:
-    config = {"model_cfg": model.config, "preprocess_cfg": model.preprocess}
+def _write(model: DualEncoder, directory: Path, tokenizer: Tokenizer | None, target: Path) -> None:
+    save_tokenizer = getattr(tokenizer, "save_pretrained", None)
+    text = dict(model.config["text_cfg"])
+    encoder = Path(text.get("hf_model_name") or "")
+    if text.get("hf_model_name") and (encoder / TEXT_CONFIG_FILE).is_file():
+        # It was read from a folder: it is copied into that of this model, whose place open_clip must be told.
+        shutil.copyfile(encoder / TEXT_CONFIG_FILE, directory / TEXT_CONFIG_FILE)
+        text["hf_model_name"] = str(target.absolute())
+        if save_tokenizer is not None:
+            text["hf_tokenizer_name"] = str(target.absolute())
+    config = {"model_cfg": {**model.config, "text_cfg": text}, "preprocess_cfg": model.preprocess}
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     weights = {name: value.detach().contiguous() for name, value in model.clip.state_dict().items()}
     safetensors.torch.save_file(weights, directory / WEIGHTS_FILE)
     # safetensors makes files that only their owner may read; give the weights the rights that the config got.
     shutil.copymode(directory / CONFIG_FILE, directory / WEIGHTS_FILE)
-    save_tokenizer = getattr(tokenizer, "save_pretrained", None)
     if save_tokenizer is not None:
         save_tokenizer(directory)
 
@@ -72,7 +81,12 @@ def _move(draft: Path, target: Path) -> None:
 def stored(directory: Path) -> Blueprint:
     """The model in a directory of open_clip's layout."""
     content = read_config(directory / CONFIG_FILE)
-    config, source, weights = content["model_cfg"], str(directory / CONFIG_FILE), find_weights(directory)
+    config, source, weights = dict(content["model_cfg"]), str(directory / CONFIG_FILE), find_weights(directory)
+    text = config.get("text_cfg")
+    if isinstance(text, dict) and (directory / TEXT_CONFIG_FILE).is_file():
+        # The folder may have been moved since its config was written.
+        places = [key for key in ("hf_model_name", "hf_tokenizer_name") if os.path.isabs(text.get(key) or "")]
+        config["text_cfg"] = {**text, **dict.fromkeys(places, str(directory.absolute()))}
     fill = partial(load_weights, path=weights, source=source)
     return Blueprint(config, source, content.get("preprocess_cfg") or {}, fill, directory)
 

@@ -23,6 +23,7 @@ from powerclip.encoders.vision import (
     check_vision_tower,
     dropout_selector,
     forward_image,
+    grid_of,
     image_grid,
     image_projection,
 )
@@ -133,6 +134,19 @@ class DualEncoder(nn.Module):
         """Normalised global embeddings [C, D] and all patches [C, N, D] of whole images."""
         pooled, patches, _ = forward_image(self.clip.visual, images)
         return self._image_embedding(pooled), project(patches, image_projection(self.clip.visual))
+
+    def encode_maps(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Images [C, 3, H, W] of any size in whole patches: what detection reads.
+
+        Returns:
+            Normalised global embeddings [C, D]; the patches as the tower has them [C, width, rows, columns], and
+            projected into the joint space [C, D, rows, columns]. At the tower's own size they are `encode_patches`'.
+        """
+        pooled, patches, _ = forward_image(self.clip.visual, images, any_size=True)
+        projected = project(patches, image_projection(self.clip.visual))
+        grid = grid_of(self.clip.visual, images)
+        own, joint = (one.transpose(1, 2).unflatten(2, grid) for one in (patches, projected))
+        return self._image_embedding(pooled), own, joint
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Normalised global embeddings [C, D] of captions."""

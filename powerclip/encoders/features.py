@@ -36,6 +36,8 @@ class Features(ImageFeatures):
     words: Tensor  # [C, L, D]
     logit_scale: Tensor  # scalar, the factor itself (not its logarithm)
     logit_bias: Tensor | None = None  # scalar, of models trained with a sigmoid loss
+    further_text: Tensor | None = None  # [E, D] L2-normalised, of further texts where an objective has some
+    further_words: Tensor | None = None  # [E, L', D]
 
 
 # FSDP finds the tensors of a module's output as leaves of torch's pytree; newer releases look into any dataclass.

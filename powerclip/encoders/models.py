@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,9 @@ def assemble(blueprint: Blueprint) -> DualEncoder:
     """Construct the towers and fill them with the weights, if there are any."""
     config, source = blueprint.config, blueprint.source
     check_config(config, source)
+    encoder = config["text_cfg"].get("hf_model_name") or ""
+    if os.path.isabs(encoder) and not os.path.isdir(encoder):
+        raise UserError(f"{source}: its text tower's config and tokenizer are to be in {encoder}, which is not there")
     arguments = copy.deepcopy(config)
     custom = arguments.pop("custom_text", False) or bool(arguments["text_cfg"].get("hf_model_name"))
     kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
@@ -121,9 +125,11 @@ def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Sizes are written as one number or as a pair, in lists or tuples."""
+    """Sizes are written as one number or as a pair, in lists or tuples; a local text encoder counts by its config."""
     if isinstance(value, list | tuple):
         return value[0] if len(set(value)) == 1 else list(value)
+    if isinstance(value, str) and (Path(value) / "config.json").is_file():
+        return (Path(value) / "config.json").read_text(encoding="utf-8")
     return value
 
 

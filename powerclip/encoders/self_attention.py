@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from powerclip.encoders import fp8
+
 # cuDNN's attention may give NaN gradients in bf16 on Hopper from torch 2.11 on (pytorch issue 196678): with a mask, at
 # some lengths, when the logits are low. Without a mask it is the fastest there is.
 MASKED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -42,10 +44,13 @@ class Packed:
     in_proj_bias: Any
     num_heads: Any
     out_proj: Any
+    training: bool
+    fp8 = False  # whether the projection of queries, keys and values trains in float8
 
     def attend(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
         """The tokens [C, N, D] after they attended to each other."""
-        packed = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        linear = fp8.linear if self.fp8 and self.training else F.linear
+        packed = linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
         if attn_mask is not None and attn_mask.ndim == 1:
             return self.out_proj(attend_in_groups(packed, attn_mask).flatten(2))
         q, k, v = packed.permute(2, 0, 3, 1, 4)  # [C, H, N, D/H] each, none of them moved

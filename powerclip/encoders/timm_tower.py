@@ -11,6 +11,8 @@ Axes: C images · N patches · D width of the joint space
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -69,17 +71,48 @@ def timm_grid(visual: Any) -> tuple[int, int]:
     return rows, columns
 
 
-def forward_timm(visual: Any, images: Tensor, *, dense: bool = True) -> tuple[Tensor, Tensor]:
-    """The global embedding [C, D] and the patches [C, N, D], both in the joint space. Without `dense`, no patches."""
+def forward_timm(visual: Any, images: Tensor, *, dense: bool = True, any_size: bool = False) -> tuple[Tensor, Tensor]:
+    """The global embedding [C, D] and the patches [C, N, D], both in the joint space. Without `dense`, no patches.
+
+    Images of another size than the tower's are refused, or, with `any_size`, take positions between its own.
+    """
     trunk = visual.trunk
-    if tuple(images.shape[-2:]) != tuple(visual.image_size):
+    if not any_size and tuple(images.shape[-2:]) != tuple(visual.image_size):
         actual, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {actual} pixels, the model reads {expected}: set the data's image size to match")
-    tokens = trunk.forward_features(images)
+    with _reading_any_size(trunk) if any_size else nullcontext():
+        tokens = trunk.forward_features(images)
     embedding = visual.head(trunk.forward_head(tokens))
     if not dense:
         return embedding, embedding.new_zeros(len(images), 0, embedding.shape[-1])
     return embedding, _pooled_alone(visual, tokens[:, trunk.num_prefix_tokens :])
+
+
+@contextmanager
+def _reading_any_size(trunk: Any) -> Iterator[None]:
+    """Let a trunk interpolate its positions (timm's `dynamic_img_size`), which it is normally built for or not."""
+    from timm.layers.format import Format
+    from timm.layers.patch_embed import PatchEmbed
+    from timm.models.vision_transformer import VisionTransformer
+
+    embed = trunk.patch_embed
+    if not isinstance(trunk, VisionTransformer) or type(embed) is not PatchEmbed or trunk.pos_embed is None:
+        raise UserError(
+            f"the image tower is timm's {type(trunk).__name__}, which reads images of its own size only: detection "
+            "needs open_clip's own ViT, or timm's with learned positions"
+        )
+    changed: list[tuple[Any, dict[str, Any]]] = [
+        (trunk, {"dynamic_img_size": True}),
+        (embed, {"strict_img_size": False, "flatten": False, "output_fmt": Format.NHWC}),
+    ]
+    before = [(module, {name: getattr(module, name) for name in values}) for module, values in changed]
+    try:
+        for module, values in changed:
+            vars(module).update(values)
+        yield
+    finally:
+        for module, values in before:
+            vars(module).update(values)
 
 
 def _pooled_alone(visual: Any, patches: Tensor) -> Tensor:

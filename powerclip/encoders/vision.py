@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powerclip.encoders.positions import interpolate_positions
 from powerclip.encoders.selector import PatchContext, PatchSelector, RandomPatches, Selection, keep_patches
 from powerclip.encoders.self_attention import Packed
 from powerclip.encoders.timm_tower import check_timm_tower, forward_timm, is_timm, timm_grid
@@ -59,6 +60,20 @@ def image_grid(visual: Any) -> tuple[int, int]:
     return rows, columns
 
 
+def patch_size(visual: Any) -> tuple[int, int]:
+    """Height and width of a patch, in pixels."""
+    (height, width), (rows, columns) = visual.image_size, image_grid(visual)
+    return height // rows, width // columns
+
+
+def grid_of(visual: Any, images: Tensor) -> tuple[int, int]:
+    """Rows and columns of patches of images [C, 3, H, W] of any size; UserError unless they are whole patches."""
+    (height, width), (rows, columns) = images.shape[-2:], patch_size(visual)
+    if height % rows or width % columns:
+        raise UserError(f"images of {height}×{width} pixels are no whole number of patches of {rows}×{columns}")
+    return height // rows, width // columns
+
+
 def image_projection(visual: Any) -> Any:
     """What maps the tokens that `forward_image` gives to the joint space; None where they are in it already."""
     return getattr(visual, "proj", None)
@@ -69,17 +84,24 @@ def image_blocks(visual: Any) -> list[nn.Module]:
     return list(visual.trunk.blocks if is_timm(visual) else visual.transformer.resblocks)
 
 
-def embed_image(visual: Any, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The class token [C, 1, D] and the patches [C, N, D], embedded, with their positions, before ln_pre."""
+def embed_image(visual: Any, images: Tensor, *, any_size: bool = False) -> tuple[Tensor, Tensor]:
+    """The class token [C, 1, D] and the patches [C, N, D], embedded, with their positions, before ln_pre.
+
+    Images of another size than the tower's are refused, or, with `any_size`, take positions between its own.
+    """
     if is_timm(visual):
         raise UserError("methods that choose patches need open_clip's own ViT, and the image tower is timm's")
-    if tuple(images.shape[-2:]) != tuple(visual.image_size):
+    if not any_size and tuple(images.shape[-2:]) != tuple(visual.image_size):
         actual, expected = ("×".join(map(str, size)) for size in (images.shape[-2:], visual.image_size))
         raise UserError(f"images are {actual} pixels, the model reads {expected}: set the data's image size to match")
     patches = (
         conv_as_linear(visual.conv1, images) if images.is_cuda else visual.conv1(images).flatten(2).transpose(1, 2)
     )
-    position = visual.positional_embedding.to(patches.dtype)
+    position = visual.positional_embedding
+    if any_size:
+        rows, columns = grid_of(visual, images)
+        position = interpolate_positions(position, image_grid(visual), (rows, columns))
+    position = position.to(patches.dtype)
     first = visual.class_embedding.to(patches.dtype).expand(patches.shape[0], 1, -1) + position[:1]
     return first, patches + position[1:]
 
@@ -97,15 +119,16 @@ def conv_as_linear(convolution: Any, images: Tensor) -> Tensor:
 
 
 def forward_image(
-    visual: Any, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True
+    visual: Any, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True, any_size: bool = False
 ) -> tuple[Tensor, Tensor, Selection | None]:
     """Pooled [C, D] and patches [C, n, D], both after ln_post and before the projection, and which patches stayed.
 
-    Without `dense` there are no patches: n is 0. Towers of timm give both after their projection.
+    Without `dense` there are no patches: n is 0. Towers of timm give both after their projection. `any_size` as in
+    `embed_image`.
     """
     if is_timm(visual) and selector is None:
-        return *forward_timm(visual, images, dense=dense), None
-    first, patches = embed_image(visual, images)
+        return *forward_timm(visual, images, dense=dense, any_size=any_size), None
+    first, patches = embed_image(visual, images, any_size=any_size)
     selection, shown, mask = None, None, None
     if selector is not None:
         selected = selector(PatchContext(images, patches))

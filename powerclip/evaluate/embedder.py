@@ -155,20 +155,24 @@ class Embedder:
             self._last = source, self._checked(self.ranks.sum(vectors), readable, source.names)
         return self._last[1]
 
-    def patches(self, source: ImageSource, use: Callable[[Sequence[int], Tensor], None]) -> Embedded:
+    def patches(
+        self, source: ImageSource, use: Callable[[Sequence[int], Tensor], None], *, squash: bool = True
+    ) -> Embedded:
         """Hand the patches [batch, N, D] of all images to `use`, batch by batch, with the images' numbers.
 
         Whole images, squashed to the tower's size: a box keeps its relative position, whereas a model that crops would
-        not see every box. Under torchrun, `use` sees this rank's images only. The result has no vectors; it says
-        which images could be read.
+        not see every box. Without `squash`, images are prepared as for global embeddings. Under torchrun, `use` sees
+        this rank's images only. The result has no vectors; it says which images could be read.
 
         Raises:
             UserError: more than 0.1 % of them cannot be read.
         """
 
+        prepare = self._prepare_squashed if squash else self._prepare
+
         def embed(chunk: range, pool: ThreadPoolExecutor) -> Tensor:
             readable = torch.zeros(len(chunk), dtype=torch.bool)
-            for rows, batch in _batches(self._prepare_squashed.map(source, chunk, pool)):
+            for rows, batch in _batches(prepare.map(source, chunk, pool)):
                 use([chunk[row] for row in rows], self.encoder.encode_patches(batch.to(self.device))[1])
                 readable[rows] = True
             return readable

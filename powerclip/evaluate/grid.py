@@ -10,7 +10,7 @@ Axes: T phrases · N patches · D width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -214,8 +214,10 @@ def split_words(text: str) -> list[str]:
     return [word for word in (part.strip(".,:;!?\"'()[]").lower() for part in text.split()) if word]
 
 
-def captions_with_trees(data: CaptionRetrieval) -> list[Tree]:
-    """The tree of each caption: from the sidecar beside its tar, else from the embedded parser."""
+def captions_with_trees(
+    data: CaptionRetrieval, parse: Callable[[Sequence[str]], Sequence[Tree]] | None = None
+) -> list[Tree]:
+    """The tree of each caption: from the sidecar beside its tar, else from `parse` or the embedded parser."""
     spans: list[tuple[Span, ...] | None] = [None] * len(data.captions)
     if isinstance(data.images, TarImages):
         members = data.images.members
@@ -227,10 +229,15 @@ def captions_with_trees(data: CaptionRetrieval) -> list[Tree]:
                 found = sidecars[member.tar].spans(split_member(member.name)[0], caption)
                 spans[number] = None if isinstance(found, Miss) else found
     missing = [number for number, found in enumerate(spans) if found is None]
-    if missing:
-        from powerclip.annotate.parsers import load_parser
+    parsed = iter((parse or _parse)([data.captions[number] for number in missing]) if missing else ())
+    return [
+        next(parsed) if found is None else tree_from_spans(found, caption)
+        for found, caption in zip(spans, data.captions, strict=True)
+    ]
 
-        parsed = load_parser("embedded").parse([data.captions[number] for number in missing])
-        for number, tree in zip(missing, parsed, strict=True):
-            spans[number] = tree.spans
-    return [tree_from_spans(found or (), caption) for found, caption in zip(spans, data.captions, strict=True)]
+
+def _parse(captions: Sequence[str]) -> list[Tree]:
+    from powerclip.annotate.parsers import load_parser
+
+    parsed = load_parser("embedded").parse(captions)
+    return [tree_from_spans(tree.spans, caption) for tree, caption in zip(parsed, captions, strict=True)]

@@ -50,7 +50,7 @@ def draw_grounding(
             cannot be written.
     """
     # Cheap checks come first, before the model is loaded.
-    target = _check_output(Path(output))
+    target = check_output(Path(output), "the heatmaps")
     captions = [caption] if isinstance(caption, str) else list(caption)
     models = [model] if isinstance(model, str | Path) else list(model)
     if not captions or not models:
@@ -129,11 +129,12 @@ def _hide_repeated_titles(rows: Iterable[Row]) -> list[Row]:
     return [first, *(replace(other, continues=repeated) for other, repeated in zip(others, same, strict=True))]
 
 
-def _check_output(path: Path) -> Path:
+def check_output(path: Path, what: str) -> Path:
+    """The path of a PNG that can be written; UserError where it cannot be."""
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name the PNG to write, for example {path / 'heatmaps.png'}")
+        raise UserError(f"{path} is a folder; name the PNG to write, for example {path / (what.split()[-1] + '.png')}")
     if path.suffix.lower() != ".png":
-        raise UserError(f"{path}: the heatmaps are written as PNG; let the name end in .png")
+        raise UserError(f"{path}: {what} are written as PNG; let the name end in .png")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise UserError(f"cannot write {path}: {above} is a file, not a folder")

@@ -6,7 +6,9 @@ Bytes, because embeddings are cached by content: an image that was embedded befo
 from __future__ import annotations
 
 import io
+import tarfile
 import threading
+import zlib
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,9 @@ from powerclip.errors import UserError
 
 if TYPE_CHECKING:
     from PIL import Image
+
+
+PACKED = (".tar.gz", ".tgz")  # tars that are kept in memory: their members cannot be read one by one
 
 
 class ImageSource(Protocol):
@@ -146,13 +151,48 @@ class DatasetImages:
         return unpack_pixels(content)
 
 
-def find_images(paths: Sequence[Path], keys: Set[str]) -> dict[str, TarMember | Path]:
+@dataclass(frozen=True)
+class PackedMember:
+    """A file inside a compressed tar: it cannot be read where it lies, so it is kept."""
+
+    tar: Path
+    name: str
+    content: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.tar}: {self.name}"
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """Image files out of compressed tars, in memory."""
+
+    members: Sequence[PackedMember]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """`shard.tar.gz: member`."""
+        return [str(member) for member in self.members]
+
+    def read(self, index: int) -> bytes:
+        """The content of a member."""
+        return self.members[index].content
+
+    def decode(self, content: bytes) -> Image.Image:
+        """The image in it."""
+        return decode_file(content)
+
+
+FoundImage = TarMember | PackedMember | Path
+
+
+def find_images(paths: Sequence[Path], keys: Set[str]) -> dict[str, FoundImage]:
     """Key → image, of those keys that are in the tars and folders; a key is a file's name up to its first dot.
 
     Raises:
         UserError: a tar cannot be read, or two images have the same key.
     """
-    images: dict[str, TarMember | Path] = {}
+    images: dict[str, FoundImage] = {}
     for path in paths:
         for key, image in _images_in(path):
             if key in images:
@@ -162,14 +202,17 @@ def find_images(paths: Sequence[Path], keys: Set[str]) -> dict[str, TarMember | 
     return images
 
 
-def _images_in(path: Path) -> Iterator[tuple[str, TarMember | Path]]:
+def _images_in(path: Path) -> Iterator[tuple[str, FoundImage]]:
     if path.is_dir():
         for file in sorted(path.rglob("*")):
             key, suffix = split_member(file.name)
-            if file.suffix == ".tar":
+            if file.suffix == ".tar" or file.name.endswith(PACKED):
                 yield from _images_in(file)
             elif suffix in IMAGE_SUFFIXES:
                 yield key, file
+        return
+    if path.name.endswith(PACKED):
+        yield from _packed_images(path)
         return
     try:
         for member in iter_members(path):
@@ -180,16 +223,31 @@ def _images_in(path: Path) -> Iterator[tuple[str, TarMember | Path]]:
         raise UserError(f"{path} cannot be read as a tar: {error}; copy it again or leave it out") from None
 
 
-def image_source(images: Sequence[TarMember | Path]) -> TarImages | FileImages:
+def _packed_images(path: Path) -> Iterator[tuple[str, PackedMember]]:
+    try:
+        with tarfile.open(path, "r|gz") as tar:
+            for member in tar:
+                key, suffix = split_member(member.name)
+                file = tar.extractfile(member) if suffix in IMAGE_SUFFIXES else None
+                if file is not None:
+                    yield key, PackedMember(path, member.name, file.read())
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read as a compressed tar: {error}; copy it again or leave it out") from None
+
+
+def image_source(images: Sequence[FoundImage]) -> TarImages | PackedImages | FileImages:
     """Images that `find_images` found, as a source.
 
     Raises:
-        UserError: some are files and some lie in tars.
+        UserError: some are files, some lie in tars or in compressed ones.
     """
     members = [image for image in images if isinstance(image, TarMember)]
+    packed = [image for image in images if isinstance(image, PackedMember)]
     files = [image for image in images if isinstance(image, Path)]
-    if members and files:
-        raise UserError(
-            f"--images: some images are files ({files[0]}), others lie in tars ({members[0]}): give one kind"
-        )
+    kinds = [kind for kind in (files, members, packed) if kind]
+    if len(kinds) > 1:
+        first, second = kinds[0][0], kinds[1][0]
+        raise UserError(f"--images: some images are files ({first}), others lie in tars ({second}): give one kind")
+    if packed:
+        return PackedImages(packed)
     return TarImages(members) if members else FileImages(files)

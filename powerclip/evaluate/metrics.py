@@ -33,6 +33,7 @@ GROUPS = {
 # How well a set A of regions fits a phrase: the cosine of r_A (Eq. 1) with the phrase, the mean or the sum over A of q.
 SetScore = Literal["cosine", "mean", "sum"]
 _TIE = 1e-6  # scores of sets that are closer than float32 rounds are equal
+_BLOCK = 2_000  # boxes whose masks are made at once: 100 MB on a grid of 64 × 64
 
 
 # ---- retrieval -------------------------------------------------------------------------------------------------------
@@ -51,10 +52,18 @@ def recall(images: Tensor, captions: Tensor, image_of_caption: Tensor | None = N
     """
     if image_of_caption is None:
         image_of_caption = torch.arange(len(captions), device=captions.device)
-    ranks = {
-        "image": image_ranks(images, captions, image_of_caption),
-        "text": text_ranks(images, captions, image_of_caption),
-    }
+    return _recalls(text_ranks(images, captions, image_of_caption), image_ranks(images, captions, image_of_caption))
+
+
+def recall_of_scores(to_text: Tensor, to_image: Tensor, image_of_caption: Tensor) -> Metrics:
+    """`recall` from scores [n, captions] of all pairs: those of an image's query and those of a caption's."""
+    matches = image_of_caption == torch.arange(len(to_text))[:, None]
+    return _recalls(_text_ranks(to_text, matches), label_ranks(to_image.T, image_of_caption))
+
+
+def _recalls(text: Tensor, image: Tensor) -> Metrics:
+    """The recalls of ranks [n] of captions and [captions] of images."""
+    ranks = {"image": image, "text": text}
     recalls = {
         f"{side}_retrieval_recall@{k}": (rank < k).double().mean().item()
         for side, rank in ranks.items()
@@ -73,11 +82,15 @@ def text_ranks(images: Tensor, captions: Tensor, image_of_caption: Tensor, block
     for start in range(0, len(images), block):
         scores = images[start : start + block] @ captions.T
         rows = torch.arange(start, start + len(scores), device=images.device)
-        matches = image_of_caption == rows[:, None]
-        best = scores.masked_fill(~matches, -torch.inf).amax(1, keepdim=True)
-        # `not less` instead of `greater or equal`: true for NaN.
-        ranks.append((~(scores < best) & ~matches).sum(1))
+        ranks.append(_text_ranks(scores, image_of_caption == rows[:, None]))
     return torch.cat(ranks)
+
+
+def _text_ranks(scores: Tensor, matches: Tensor) -> Tensor:
+    """How many of each row's scores [rows, captions] come before the best of its matches: [rows]."""
+    best = scores.masked_fill(~matches, -torch.inf).amax(1, keepdim=True)
+    # `not less` instead of `greater or equal`: true for NaN.
+    return (~(scores < best) & ~matches).sum(1)
 
 
 def image_ranks(images: Tensor, captions: Tensor, image_of_caption: Tensor, block: int = 1024) -> Tensor:
@@ -115,13 +128,18 @@ def class_embeddings(encode: Callable[[list[str]], Tensor], names: Sequence[str]
     Raises:
         UserError: there is no class or no template, or a template has no place for the name.
     """
+    prompts = encode(class_prompts(names, templates))
+    return normalize(normalize(prompts, dim=-1).unflatten(0, (len(names), len(templates))).mean(1), dim=-1)
+
+
+def class_prompts(names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """The prompts of each class, one for each template. Raises as `class_embeddings` does."""
     if not names or not templates:
         raise UserError("zero-shot classification needs at least one class name and one template")
     missing = [template for template in templates if "{c}" not in template]
     if missing:
         raise UserError(f"template {missing[0]!r} has no {{c}} for the class name")
-    prompts = encode([template.replace("{c}", name) for name in names for template in templates])
-    return normalize(normalize(prompts, dim=-1).unflatten(0, (len(names), len(templates))).mean(1), dim=-1)
+    return [template.replace("{c}", name) for name in names for template in templates]
 
 
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
@@ -129,6 +147,13 @@ def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
     column = labels[:, None]
     ahead = ~(scores < scores.gather(1, column))  # true for NaN
     return ahead.sum(1) - ahead.gather(1, column)[:, 0].long()
+
+
+def classification_of(scores: Tensor, labels: Tensor) -> Metrics:
+    """`classification` of labels [n], mean average precision of labels [n, classes]."""
+    if labels.ndim == 2:
+        return {"mean_average_precision": mean_average_precision(scores, labels)}
+    return classification(scores, labels)
 
 
 def classification(scores: Tensor, labels: Tensor) -> Metrics:
@@ -190,10 +215,11 @@ def hard_negatives(preferred: Tensor, kinds: Sequence[str]) -> dict[str, Metrics
     return parts | {kind: {"image_acc": 1.0, "text_acc": value, "acc": value} for kind, value in by_kind.items()}
 
 
-def caption_pairs(scores: Tensor) -> Metrics:
-    """Winoground's three scores of [items, 2 images, 2 captions]."""
+def caption_pairs(scores: Tensor, to_image: Tensor | None = None) -> Metrics:
+    """Winoground's three scores of [items, 2 images, 2 captions]; a caption's query may have scores of its own."""
+    to_image = scores if to_image is None else to_image
     text = (scores[:, 0, 0] > scores[:, 0, 1]) & (scores[:, 1, 1] > scores[:, 1, 0])
-    image = (scores[:, 0, 0] > scores[:, 1, 0]) & (scores[:, 1, 1] > scores[:, 0, 1])
+    image = (to_image[:, 0, 0] > to_image[:, 1, 0]) & (to_image[:, 1, 1] > to_image[:, 0, 1])
     values = {"image_acc": image, "text_acc": text, "acc": image & text}
     return {name: hits.double().mean().item() for name, hits in values.items()}
 
@@ -277,6 +303,21 @@ def box_masks(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     most.scatter_(1, shared.flatten(1).argmax(1, keepdim=True), True)
     is_between = ~inside.flatten(1).any(1)
     return torch.where(is_between[:, None, None], most.view_as(inside), inside)
+
+
+def union_masks(
+    boxes: Sequence[Sequence[tuple[float, float, float, float]]],
+    grid: tuple[int, int],
+    masks_of: Callable[[Tensor, tuple[int, int]], Tensor] = box_masks,
+) -> Tensor:
+    """The patches of all boxes of each phrase [T, rows, columns] bool, by the masks of single boxes."""
+    union = torch.zeros(len(boxes), *grid, dtype=torch.bool)
+    # The first boxes of all phrases at once, in blocks that bound the memory, then the second ones, …
+    for number in range(max(map(len, boxes), default=0)):
+        rows = torch.tensor([row for row, several in enumerate(boxes) if len(several) > number])
+        for block in rows.split(_BLOCK):
+            union[block] |= masks_of(torch.tensor([boxes[row][number] for row in block.tolist()]), grid)
+    return union
 
 
 def _overlaps(low: Tensor, high: Tensor, cells: int) -> Tensor:

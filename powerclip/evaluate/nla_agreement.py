@@ -1,8 +1,8 @@
-"""How good is the approximation? NLA-T1 and NLA-T2 against the exact powerset, over τ and α (Figure 3, Appendix C).
+"""How good is the approximation? NLA-T1 and NLA-T2 against the exact powerset, over τ and α (Figures 5 and 7).
 
-Compared are T2R and R2T of all images with all captions, and the triplet loss of each pair, summed over both
-directions. Pearson's r says whether the order is right, the bias whether the values are: it is the mean difference to
-the exact values, in standard deviations of these.
+Compared are T2R and R2T of all images with all captions (Figure 7), and the triplet loss of each pair: in its row and
+in its column, Φγ(Q) and Φγ(Qᵀ) of Figure 5, and their sum. Pearson's r says whether the order is right, the bias
+whether the values are: it is the mean difference to the exact values, in standard deviations of these.
 
 Axes: C pairs of a batch · M regions · T nodes of all captions · D width
 """
@@ -32,7 +32,7 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.scenes import Scene, test_scenes
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.errors import UserError
-from powerclip.evaluate.nla_figure import nla_figure
+from powerclip.evaluate.nla_figure import losses_figure, nla_figure, scores_figure
 from powerclip.report.heatmaps import save_png
 from powerclip.report.table import NOTHING, Table
 from powerclip.runtime.files import write_atomic
@@ -79,30 +79,38 @@ class Point:
     alpha: float
     t2r: Agreement
     r2t: Agreement
-    loss: Agreement
+    rows: Agreement  # of Φγ(Q)
+    columns: Agreement  # of Φγ(Qᵀ)
+    loss: Agreement  # of their sum
 
 
 @dataclass(frozen=True)
 class AgreementGrid:
-    """The agreement at every τ and α for one source of vectors, and the losses of each pair for the figure."""
+    """The agreement at every τ and α for one source of vectors, and all values for the figures.
+
+    Values are named as in `Point`: t2r and r2t of all images with all captions, rows, columns and loss of each pair.
+    """
 
     source: str
     pairs: int
     points: tuple[Point, ...]
-    exact: Tensor  # [pairs] losses
-    approximate: dict[tuple[float, float], Tensor]  # τ, α → losses [pairs]
+    exact: dict[str, Tensor]
+    approximate: dict[tuple[float, float], dict[str, Tensor]]  # τ, α → values
 
     def at(self, tau: float, alpha: float) -> Point:
         """The point of the grid."""
         return next(point for point in self.points if (point.tau, point.alpha) == (tau, alpha))
 
     def table(self) -> Table:
-        """Pearson's r and the bias of T2R, R2T and the loss."""
+        """Pearson's r and the bias of T2R, R2T, the two terms of the loss and their sum."""
         rows = [
-            [f"τ = {point.tau:g}, α = {point.alpha:g}", *map(str, (point.t2r, point.r2t, point.loss))]
+            [
+                f"τ = {point.tau:g}, α = {point.alpha:g}",
+                *map(str, (point.t2r, point.r2t, point.rows, point.columns, point.loss)),
+            ]
             for point in self.points
         ]
-        table = Table.plain(["", "T2R", "R2T", "loss"], rows)
+        table = Table.plain(["", "T2R", "R2T", "Φ(Q)", "Φ(Qᵀ)", "loss"], rows)
         return replace(table, title=f"{self.source}: {self.pairs:,} pairs; Pearson r (bias in standard deviations)")
 
 
@@ -116,7 +124,9 @@ class Vectors:
 
 
 def analyse(output: Path, study: NlaStudy, report: Callable[[str], None] | None = None) -> list[AgreementGrid]:
-    """Compare as `study` says; write `nla.png` and `nla.json` into `output`, which is made if it is missing.
+    """Compare as `study` says; write figures and `nla.json` into `output`, which is made if it is missing.
+
+    `nla.png` is an overview, `nla-losses.png` the paper's Figure 5 and `nla-scores.png` its Figure 7.
 
     `report` is called with a line about the shards; without it no progress bar is shown.
 
@@ -143,6 +153,8 @@ def analyse(output: Path, study: NlaStudy, report: Callable[[str], None] | None 
     }
     write_atomic(output / "nla.json", (json.dumps(content, indent=1) + "\n").encode())
     save_png(nla_figure(grids), output / "nla.png")
+    save_png(losses_figure(grids), output / "nla-losses.png")
+    save_png(scores_figure(grids), output / "nla-scores.png")
     return grids
 
 
@@ -150,33 +162,30 @@ def measure_agreement(source: str, batches: Sequence[Vectors]) -> AgreementGrid:
     """Every τ and α on the same batches."""
     similarities = [torch.einsum("bmd,td->tbm", batch.regions, batch.nodes) for batch in batches]
     pairs = list(zip(similarities, (batch.segments for batch in batches), strict=True))
-    exact_t = [exact_t2r(q, segments) for q, segments in pairs]
-    exact_r = [exact_r2t(q, segments) for q, segments in pairs]
-    exact_losses = torch.cat([pair_losses(t + r) for t, r in zip(exact_t, exact_r, strict=True)])
+    exact = _values([(exact_t2r(q, segments), exact_r2t(q, segments)) for q, segments in pairs])
     points, approximate = [], {}
     for tau in TAUS:
         t2r = [nla_t1(q, segments, tau) for q, segments in pairs]
         for alpha in ALPHAS:
             r2t = [nla_t2(q, segments, tau, alpha) for q, segments in pairs]
-            losses = torch.cat([pair_losses(t + r) for t, r in zip(t2r, r2t, strict=True)])
-            approximate[tau, alpha] = losses
-            points.append(
-                Point(
-                    tau,
-                    alpha,
-                    t2r=agreement(_flat(t2r), _flat(exact_t)),
-                    r2t=agreement(_flat(r2t), _flat(exact_r)),
-                    loss=agreement(losses, exact_losses),
-                )
-            )
-    return AgreementGrid(source, len(exact_losses), tuple(points), exact_losses, approximate)
+            values = approximate[tau, alpha] = _values(list(zip(t2r, r2t, strict=True)))
+            points.append(Point(tau, alpha, **{name: agreement(values[name], exact[name]) for name in exact}))
+    return AgreementGrid(source, len(exact["loss"]), tuple(points), exact, approximate)
 
 
-def pair_losses(scores: Tensor) -> Tensor:
-    """Eq. 8 for each pair [C]: the hinges of the hardest negatives of its row and of its column, of scores [C, C]."""
+def _values(scores: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What is compared, of the T2R and R2T of each batch."""
+    terms = [loss_terms(t2r + r2t) for t2r, r2t in scores]
+    rows, columns = (torch.cat(of_batches) for of_batches in zip(*terms, strict=True))
+    t2r, r2t = (torch.cat([part.flatten() for part in of_batches]) for of_batches in zip(*scores, strict=True))
+    return {"t2r": t2r, "r2t": r2t, "rows": rows, "columns": columns, "loss": rows + columns}
+
+
+def loss_terms(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 8 for each pair [C]: the hinge of the hardest negative of its row, and of its column, of scores [C, C]."""
     positive = scores.diagonal()
     row, column = (off_diagonal(matrix).amax(1) for matrix in (scores, scores.T))
-    return relu(row - positive + GAMMA) + relu(column - positive + GAMMA)
+    return relu(row - positive + GAMMA), relu(column - positive + GAMMA)
 
 
 def agreement(approximate: Tensor, exact: Tensor) -> Agreement:
@@ -305,7 +314,3 @@ def _phrases(scenes: Sequence[Scene], tokenizer: CaptionTokenizer) -> tuple[Phra
 def _vectors(regions: Tensor, words: Tensor, phrases: Phrases) -> Vectors:
     nodes = embed_nodes(embed_leaves(words, phrases), phrases)
     return Vectors(regions.double(), nodes.double(), phrases.node_segments)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])

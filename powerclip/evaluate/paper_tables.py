@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from powerclip.errors import UserError
 from powerclip.evaluate.metrics import GROUPS, KINDS
+from powerclip.evaluate.paper_studies import unified
 from powerclip.evaluate.runner import read_records
 from powerclip.evaluate.suites import BENCHMARKS
 from powerclip.report.page import html_page
@@ -27,6 +28,17 @@ FORMATS = ("md", "tex", "html")
 _RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
 _LABELS = {benchmark.key: benchmark.label for benchmark in BENCHMARKS}
 _SIDES = ("text", "image")
+_DETECTED = {"base": "ap50_base", "novel": "ap50_novel", "all": "ap50"}  # column of Table 15 → metric
+# What other tables count already, and what is none of the paper's 28 benchmarks.
+_UNCOUNTED = ("sugarcrepe_kinds", "ov_coco")
+LEAST_AXES = 3  # of Figure 2
+_GROUPS = {
+    "classification": "Classification",
+    "retrieval": "Retrieval",
+    "robustness": "Robustness",
+    "sugarcrepe": "SugarCrepe",
+    "winoground": "Winoground",
+}
 
 
 @dataclass(frozen=True)
@@ -95,24 +107,25 @@ class PaperTable:
         return Table([*columns, Column("Wins")], rows, title=self.title, corner="Method")
 
 
-def render(tables: Sequence[PaperTable], form: str) -> str:
-    """The tables as a document in one of `FORMATS`, with how often each method leads.
+def render(tables: Sequence[PaperTable], form: str, ablations: Sequence[Table] = ()) -> str:
+    """The tables as a document in one of `FORMATS`, by their numbers, with how often each method leads.
 
     Raises:
         UserError: there is no such format.
     """
     if form not in FORMATS:
         raise UserError(f"there is no format {form!r} for tables; known: {', '.join(FORMATS)}")
-    plain = [table.table() for table in tables]
-    wins, note = wins_line(tables), _note(tables)
+    plain = sorted([*(table.table() for table in tables), *ablations], key=_number)
+    wins, note = wins_line(tables) if tables else "", _note(tables, ablations)
     if form == "md":
-        return "\n\n".join([*(table.markdown() for table in plain), wins, note]) + "\n"
+        return "\n\n".join(filter(None, [*(table.markdown() for table in plain), wins, note])) + "\n"
     if form == "tex":
         # LaTeX numbers its tables itself.
-        captions = [re.sub(r"^(Table \d+)\. (.*)", r"\2. The paper's \1", table.title) + "." for table in tables]
+        captions = [re.sub(r"^(Table \d+)\. (.*)", r"\2. The paper's \1", table.title) + "." for table in plain]
         parts = [table.latex(caption) for table, caption in zip(plain, captions, strict=True)]
         return "\n\n".join(["% needs \\usepackage{booktabs,graphicx}", *parts, f"% {note}"]) + "\n"
-    body = "\n".join([*(table.html() for table in plain), f"<p>{escape(wins)}</p>", f"<p>{escape(note)}</p>"])
+    lines = [f"<p>{escape(line)}</p>" for line in (wins, note) if line]
+    body = "\n".join([*(table.html() for table in plain), *lines])
     return html_page("Results beside the paper's", body, wide=True)
 
 
@@ -129,10 +142,17 @@ def wins_line(tables: Sequence[PaperTable]) -> str:
     return f"Wins in {columns} columns: " + ", ".join(f"{name} {count}" for name, count in listed) + "."
 
 
-def _note(tables: Sequence[PaperTable]) -> str:
+def _number(table: Table) -> int:
+    """The paper's number of a table; the others come last."""
+    number = re.match(r"Table (\d+)\.", table.title)
+    return int(number[1]) if number else 1000
+
+
+def _note(tables: Sequence[PaperTable], ablations: Sequence[Table] = ()) -> str:
     """What the marks in these tables mean."""
     note = "Percent. Best bold, second of three or more underlined, by the values as shown."
     published_rows = any(method.published for table in tables for method in table.methods)
+    published_rows |= any("†" in column.label for table in ablations for column in table.columns)
     return note + (" † as published in the paper, not measured here." if published_rows else "")
 
 
@@ -150,7 +170,7 @@ def layouts() -> dict[str, tuple[str, tuple[Metric, ...]]]:
     recalls = [(f"{name}:{side}@{k}", name, side, k) for side in _SIDES for name in _RETRIEVAL for k in (1, 5, 10)]
     return {
         "classification": (
-            "Table 1. Zero-shot classification, top-1 accuracy (VOC07: mean average precision in measured rows)",
+            "Table 1. Zero-shot classification, top-1 accuracy",
             (*_plain(plain["classification"]), Metric("avg", "Avg", tuple(plain["classification"]))),
         ),
         "retrieval": (
@@ -191,6 +211,10 @@ def layouts() -> dict[str, tuple[str, tuple[Metric, ...]]]:
             "Table 12. Compositionality, SugarCrepe by kind",
             tuple(_kind(kind) for kind in KINDS),
         ),
+        "ov_coco": (
+            "Table 15. Open-vocabulary detection, OV-COCO, AP50",
+            tuple(Metric(part, part.capitalize()) for part in _DETECTED),
+        ),
     }
 
 
@@ -213,8 +237,11 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
             ]
         ours = [Method(name, tables_of[key]) for name, tables_of in measured.items() if tables_of.get(key)]
         if ours or not records:
-            # Table 4 has the wins of Table 12 already.
-            tables.append(PaperTable(key, title, columns, (*rows, *ours), counted=key != "sugarcrepe_kinds"))
+            tables.append(PaperTable(key, title, columns, (*rows, *ours), counted=key not in _UNCOUNTED))
+    everything = _unified(measured, with_published)
+    filled = [metric.group for metric in everything.metrics if _is_filled(everything, metric.key)]
+    if not records or (len(filled) >= LEAST_AXES and len(set(filled)) > 1):
+        tables.append(everything)
     others = [Method(name, tables_of["own"]) for name, tables_of in measured.items() if tables_of.get("own")]
     if others:
         by_key = {column.key: column for record in records for column in _other_columns(record)}
@@ -223,6 +250,58 @@ def build_tables(records: Sequence[Mapping[str, Any]], with_published: bool = Tr
     if not tables:
         raise UserError("none of the results has a metric that the tables show")
     return tables
+
+
+def _is_filled(table: PaperTable, key: str) -> bool:
+    """Whether a column has a value that was measured."""
+    return any(key in method.values for method in table.methods if not method.published)
+
+
+def _unified(measured: Mapping[str, Mapping[str, Mapping[str, float]]], with_published: bool) -> PaperTable:
+    """Table 11, the numbers of Figure 2: the other tables' columns side by side."""
+    columns, printed = unified()
+    known = {table: {metric.key: metric for metric in metrics} for table, (_, metrics) in layouts().items()}
+    metrics = tuple(replace(known[table][key], group=_GROUPS[table], short="") for table, key in columns)
+    keys = [metric.key for metric in metrics]
+    rows = [Method(name, dict(zip(keys, values, strict=True)), published=True) for name, values in printed.items()]
+    ours = [
+        Method(name, {key: of[table][key] for table, key in columns if key in of.get(table, {})})
+        for name, of in measured.items()
+    ]
+    methods = (*(rows if with_published else ()), *(method for method in ours if method.values))
+    return PaperTable("unified", "Table 11. All benchmarks", metrics, methods, counted=False)
+
+
+def draw_radar(records: Sequence[Mapping[str, Any]], with_published: bool, path: Path) -> None:
+    """Figure 2: the methods of Table 11 on all axes, each scaled to the best of them.
+
+    Raises:
+        UserError: fewer than three benchmarks were measured, or the file's format cannot be written.
+    """
+    from powerclip.report.radar import FORMATS as PICTURES
+    from powerclip.report.radar import save_radar
+
+    form = path.suffix.lstrip(".").lower()
+    if form not in PICTURES:
+        raise UserError(f"--radar: there is no format {form!r}; known: {', '.join(PICTURES)}")
+    table = _unified(measured_rows(records), with_published)
+    ours = [method for method in table.methods if not method.published]
+    axes = [
+        metric
+        for metric in table.metrics
+        if not ours or any(metric.key in method.values for method in ours)  # where something stands beside the paper
+    ]
+    if len(axes) < LEAST_AXES:
+        raise UserError(
+            f"--radar: {len(axes)} of the paper's benchmarks were measured, and a figure needs {LEAST_AXES}"
+        )
+    series = {
+        method.name + ("†" if method.published else ""): [method.value(metric) for metric in axes]
+        for method in table.methods
+    }
+    named = ("SugarCrepe", "Winoground")  # whose columns do not say what they are
+    labels = [f"{axis.group} {axis.label}" if axis.group in named else axis.label for axis in axes]
+    save_radar([label.removesuffix(" R@1") for label in labels], series, path)
 
 
 def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -243,13 +322,15 @@ def measured_rows(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
             values = ("probe", {dataset: metrics.get("lp_acc1")})
         elif task == "zeroshot_retrieval" and dataset in _RETRIEVAL:
             values = ("retrieval", {f"{dataset}:{side}@{k}": value for (side, k), value in _recalls(metrics).items()})
+        elif task == "detection" and dataset == "ov_coco":
+            values = ("ov_coco", {key: metrics.get(metric) for key, metric in _DETECTED.items()})
         elif dataset == "winoground":
             columns = {"text": "text_acc", "image": "image_acc", "group": "acc"}
             values = ("winoground", {key: metrics.get(metric) for key, metric in columns.items()})
         elif head == "sugar_crepe" and part in KINDS and _complete(record):
             values = ("sugarcrepe_kinds", {part: metrics.get("acc")})
         elif task == "zeroshot_classification" and plain.get(dataset) in ("classification", "robustness"):
-            values = (plain[dataset], {dataset: metrics.get("acc1", metrics.get("mean_average_precision"))})
+            values = (plain[dataset], {dataset: metrics.get("acc1")})
         else:
             values = ("own", {column.key: value for column, value in _other_columns(record).items()})
         key, shares = values
@@ -279,8 +360,16 @@ def _is_number(value: object) -> bool:
 
 
 def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each result's model is called; models of the same name are told apart by a hash of their weights."""
-    names = [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])) for one in records]
+    """What each result's model is called, with the score that it was measured by unless that is the global one.
+
+    Models of the same name are told apart by a hash of their weights.
+    """
+    names = [
+        ", ".join(
+            filter(None, [" ".join(filter(None, [str(one["model"]), str(one.get("pretrained") or "")])), _score(one)])
+        )
+        for one in records
+    ]
     weights = [str(one.get("powerclip", {}).get("weights", "")) for one in records]
     different: dict[str, set[str]] = {}
     for name, digest in zip(names, weights, strict=True):
@@ -289,6 +378,11 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{name} ({digest[:6]})" if digest and len(different[name]) > 1 else name
         for name, digest in zip(names, weights, strict=True)
     ]
+
+
+def _score(record: Mapping[str, Any]) -> str:
+    about = record.get("powerclip", {}).get("score", {})
+    return str(about.get("name", "")) if isinstance(about, dict) else ""
 
 
 def _recalls(metrics: Mapping[str, float | None]) -> dict[tuple[str, int], float | None]:
@@ -318,6 +412,9 @@ def _other_columns(record: Mapping[str, Any]) -> dict[Metric, float | None]:
         "pointing_text": column(dataset, "alone"),
         "swap_words": column(dataset, "swap in caption"),
         "swap_text": column(dataset, "swap alone"),
+        **{metric: column(dataset, f"AP50 {part}") for part, metric in _DETECTED.items()},
+        "region_base": column(dataset, "base"),
+        "region_novel": column(dataset, "novel"),
     }
     return {column: metrics[name] for name, column in shown.items() if name in metrics}
 

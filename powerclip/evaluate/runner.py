@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,8 @@ from powerclip.evaluate.boxes import read_boxes
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.entities import read_entities
 from powerclip.evaluate.grid import read_grid
+from powerclip.evaluate.pair_scores import ScoreSettings
+from powerclip.evaluate.part_tasks import score_by_parts
 from powerclip.evaluate.readers import read_negatives, read_path
 from powerclip.evaluate.scenes import scene_grounding, scene_tasks
 from powerclip.evaluate.suites import BENCHMARKS, Benchmark, MissingError, choose, find_benchmark
@@ -45,6 +47,7 @@ class Job:
     find: Callable[[], Task]
     where: str  # where its data lie
     fixed: bool = False  # a published dataset, which does not change: a finished result stays
+    score: ScoreSettings | None = None  # by which images are compared with texts; None: global embeddings
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def evaluate_model(
     again: bool = False,
     quiet: bool = False,
     columns: Columns | None = None,
+    score: ScoreSettings | None = None,
 ) -> Evaluated:
     """Load the model and evaluate it on what is named: paths, boxes, phrases, mosaics, a suite.
 
@@ -101,9 +105,8 @@ def evaluate_model(
         own += _scene_jobs(scenes, encoder.image_size[0]) if scenes else []
         embeddings = target / "embeddings" if cache else None
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), embeddings, ranks=ranks)
-        done = evaluate(
-            embedder, [*own, *of_suite], target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet
-        )
+        jobs = [_by_parts(job, score) for job in (*own, *of_suite)]
+        done = evaluate(embedder, jobs, target, model=_name(model), pretrained=pretrained, again=again, quiet=quiet)
         if ranks.is_main and not quiet:
             parts = ((done.missing, "missing"), (done.failed, "failed"))
             left = [f"{len(part)} {what}" for part, what in parts if part]
@@ -137,6 +140,13 @@ def jobs_for_paths(
         taken.add(_file_name(name))
         jobs.append(Job(name, _file_name(name), partial(read, path), str(path)))
     return jobs
+
+
+def _by_parts(job: Job, score: ScoreSettings | None) -> Job:
+    """The job scored by parts, with a result file of its own, unless the score is the global one."""
+    if score is None or score.score == "global":
+        return job
+    return replace(job, file=f"{job.file}.{_file_name(score.name, '-')}", score=score)
 
 
 def _scene_jobs(count: int, size: int) -> list[Job]:
@@ -213,11 +223,12 @@ def evaluate(
     quiet = quiet or not ranks.is_main
     done = Evaluated({}, {}, {})
     for number, job in enumerate(jobs, 1):
-        head = f"[{number:{len(str(len(jobs)))}d}/{len(jobs)}] {job.name}: "
+        name = job.name if job.score is None else f"{job.name}, {job.score.name}"
+        head = f"[{number:{len(str(len(jobs)))}d}/{len(jobs)}] {name}: "
         path = output / f"{job.file}.json"
         previous = None
         if job.fixed and not again:
-            previous = ranks.broadcast(partial(_finished, path, embedder.digest.hex(), job.where))
+            previous = ranks.broadcast(partial(_finished, path, embedder.digest.hex(), job))
         try:
             with Progress(head, unit="images", quiet=quiet, console=console, transient=True) as progress:
                 embedder.on_progress = progress.update
@@ -372,7 +383,7 @@ def _name(model: str) -> str:
 def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -> list[dict[str, Any]]:
     started = time.perf_counter()
     task = _find(job, embedder.ranks)
-    scored: Scored = embedder.ranks.raise_on_all(lambda: task.score(embedder))
+    scored = embedder.ranks.raise_on_all(partial(_score, task, embedder, job.score))
     about = {
         "counts": scored.counts,
         "corrupt": list(scored.corrupt),
@@ -380,6 +391,8 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         "weights": embedder.digest.hex(),
         "data": job.where,
     }
+    if job.score is not None:
+        about["score"] = job.score.about
     if isinstance(task, CaptionRetrieval) and task.note:
         about["note"] = task.note
     return [
@@ -394,6 +407,10 @@ def _measure(job: Job, embedder: Embedder, model: str, pretrained: str | None) -
         }
         for part, metrics in scored.parts.items()
     ]
+
+
+def _score(task: Task, embedder: Embedder, settings: ScoreSettings | None) -> Scored:
+    return task.score(embedder) if settings is None else score_by_parts(task, embedder, settings)
 
 
 def _find(job: Job, ranks: Ranks) -> Task:
@@ -421,16 +438,19 @@ def _check_results(done: Evaluated) -> None:
         raise UserError(f"no dataset could be evaluated: {reasons[0] if reasons else 'none was named'}")
 
 
-def _finished(path: Path, digest: str, where: str) -> list[dict[str, Any]] | None:
-    """The results of an earlier run, if it was of the same weights and the same data."""
+def _finished(path: Path, digest: str, job: Job) -> list[dict[str, Any]] | None:
+    """The results of an earlier run, if it was of the same weights and the same data, by the same score."""
     if not path.is_file():
         return None
     try:
         records = read_records(path)
     except UserError:
         return None
+    score = None if job.score is None else job.score.about
     same = all(
-        record.get("powerclip", {}).get("weights") == digest and record["powerclip"].get("data") == where
+        record.get("powerclip", {}).get("weights") == digest
+        and record["powerclip"].get("data") == job.where
+        and record["powerclip"].get("score") == score
         for record in records
     )
     return records if same else None
@@ -456,6 +476,7 @@ def _short(name: str) -> str:
         "grid_text_hit": "highest patch alone",
         "grid_chance": "chance",
         "mean_image_acc": "mean image",
+        "centred_acc": "without it",
     }
     head, at, rest = name.partition("@")
     return f"{shown.get(head, head)}{at}{rest}"

@@ -78,7 +78,7 @@ def scene_tasks(count: int, size: int, seed: int = 0) -> dict[str, Task]:
 def scene_grounding(count: int, size: int, seed: int = 0, split: str = "collective_test") -> Grounding:
     """Pointing, swap and set accuracy on `count` scenes, whose phrases name one object or several.
 
-    The regions of set accuracy are the boxes that the phrases of a scene name.
+    The regions of set accuracy are all objects of a scene, named or not.
     """
     scenes = data.scene_batch(range(count), seed, split)
     phrases = [(number, span, boxes) for number, scene in enumerate(scenes) for span, boxes in scene.phrase_sets]
@@ -88,6 +88,7 @@ def scene_grounding(count: int, size: int, seed: int = 0, split: str = "collecti
         [scenes[number].caption for number, _, _ in phrases],
         [span for _, span, _ in phrases],
         [list(boxes) for _, _, boxes in phrases],
+        [[thing.box for thing in scenes[number].objects] for number, _, _ in phrases],
     )
     return Grounding(game, game.image_of_phrase)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -58,16 +59,16 @@ class Classification:
 
     def score(self, embedder: Embedder) -> Scored:
         """Top-1 and top-5 accuracy and the mean recall of the classes; mean average precision for several labels."""
-        _check_labels(self.labels, len(self.classes))
+        self.check_labels()
         directions = metrics.class_embeddings(embedder.texts, self.classes, self.templates)
         embedded = embedder.images(self.images)
         vectors, labels = embedded.vectors[embedded.readable], self.labels[embedded.readable]
-        scores = vectors @ directions.T
-        if labels.ndim == 2:
-            scored: Metrics = {"mean_average_precision": metrics.mean_average_precision(scores, labels)}
-        else:
-            scored = metrics.classification(scores, labels)
+        scored = metrics.classification_of(vectors @ directions.T, labels)
         return Scored({"": scored}, {"images": len(vectors), "classes": len(self.classes)}, embedded.corrupt)
+
+    def check_labels(self) -> None:
+        """UserError unless each label has a class."""
+        _check_labels(self.labels, len(self.classes))
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,25 @@ class HardNegatives:
         return f"{len(self.captions):,} comparisons{left_out}"
 
     def score(self, embedder: Embedder) -> Scored:
-        """Accuracy of all items and of each kind; `mean_image_acc` is that of the mean image, which sees nothing."""
+        """Accuracy of all items and of each kind.
+
+        `mean_image_acc` is that of the mean image, which sees nothing; `centred_acc` that of the images less their
+        mean, where what the texts alone suggest counts for nothing.
+        """
         embedded = embedder.images(self.images)
         captions, negatives = embedder.texts(self.captions), embedder.texts(self.negatives)
         kept = embedded.readable[self.image_of_item]
         vectors, captions, negatives = embedded.vectors[self.image_of_item[kept]], captions[kept], negatives[kept]
         preferred = metrics.prefers_caption(vectors, captions, negatives)
-        blind = metrics.prefers_caption(embedded.vectors[embedded.readable].mean(0), captions, negatives)
+        mean = embedded.vectors[embedded.readable].mean(0)
+        blind = metrics.prefers_caption(mean, captions, negatives)
+        centred = metrics.prefers_caption(vectors - mean, captions, negatives)
         kinds = [kind for kind, keep in zip(self.kinds, kept.tolist(), strict=True) if keep]
         counts = {**Counter(kinds), **({"missing": self.missing} if self.missing else {})}
         parts = metrics.hard_negatives(preferred, kinds)
-        parts[""]["mean_image_acc"] = _mean(blind.double())
+        parts[""] |= {"mean_image_acc": _mean(blind.double()), "centred_acc": _mean(centred.double())}
+        for kind, value in metrics.accuracy_by_kind(blind, kinds).items():
+            parts[kind]["mean_image_acc"] = value
         return Scored(parts, counts, embedded.corrupt)
 
 
@@ -279,7 +288,7 @@ class PointingGame:
     @staticmethod
     def cells(boxes: Sequence[Sequence[Box]], grid: tuple[int, int]) -> Tensor:
         """Which patches lie in one of the boxes of each phrase [T, rows, columns] bool."""
-        return torch.stack([metrics.cells_in_boxes(torch.tensor(several), grid).any(0) for several in boxes])
+        return metrics.union_masks(boxes, grid, metrics.cells_in_boxes)
 
 
 @dataclass(frozen=True)
@@ -341,10 +350,10 @@ class Grounding:
 
         Beside it, what fixed maps reach that know only which phrase comes first, or which is longer.
         """
-        pairs, farther = self.swap_pairs()
+        pairs, farther = self.swap_pairs
         readable = kept[pairs].all(1)
         pairs, farther = pairs[readable], farther[readable]
-        masks = _union_masks(self.phrases.boxes, grid)
+        masks = metrics.union_masks(self.phrases.boxes, grid)
         biases, weights = self._biases(pairs)
         found: Metrics = {}
 
@@ -367,13 +376,14 @@ class Grounding:
         For each bias, the differences [pairs, cells] of the boxes of the first and the second, or of the longer and
         the shorter phrase. With the weights, each of the two lies in a cell as often as the other.
         """
-        masks = _union_masks(self.phrases.boxes, self.bias_grid)
+        masks = metrics.union_masks(self.phrases.boxes, self.bias_grid)
         lengths = torch.tensor([span.end - span.start for span in self.phrases.spans])
         longer = torch.sign(lengths[pairs[:, 0]] - lengths[pairs[:, 1]])
         differences = metrics.mask_differences(masks, pairs)
         biases = {"order": differences, "length": differences * longer[:, None]}
         return biases, metrics.balancing_weights(torch.cat([*biases.values()], 1))
 
+    @cached_property
     def swap_pairs(self) -> tuple[Tensor, Tensor]:
         """Pairs of phrases of one caption whose boxes hardly overlap [pairs, 2], the one that is named first in front.
 
@@ -384,9 +394,10 @@ class Grounding:
             phrases_of.setdefault(caption, []).append(phrase)
         pairs: list[tuple[int, int]] = []
         farther: list[float] = []
+        masks_of_phrases = metrics.union_masks(self.phrases.boxes, self.fine_grid)
         for own in phrases_of.values():
             ordered = sorted(own, key=lambda phrase: self.phrases.spans[phrase].start)
-            masks = _union_masks([self.phrases.boxes[phrase] for phrase in ordered], self.fine_grid)
+            masks = masks_of_phrases[ordered]
             distances = metrics.distances_to_middle(masks)
             apart = (metrics.mask_overlaps(masks) <= self.most_overlap).triu(1)
             for first, last in apart.nonzero().tolist():
@@ -414,8 +425,10 @@ class _SetChoice:
         self._grid = grid
         self._score = score
         self._phrases_of = game.phrases_of_images()
+        # All objects of an image, where they are known, else the boxes that its phrases name.
+        boxes = game.boxes if game.objects is None else game.objects
         self._regions = {
-            image: list(dict.fromkeys(box for phrase in phrases for box in game.boxes[phrase]))
+            image: list(dict.fromkeys(box for phrase in phrases for box in boxes[phrase]))
             for image, phrases in self._phrases_of.items()
         }
         self._chosen = {image for image, boxes in self._regions.items() if 1 < len(boxes) <= most_regions}
@@ -448,11 +461,6 @@ def _set_metrics(f1: Mapping[str, Tensor], has_sets: Tensor, named: Tensor) -> M
         for measure, shares in (("f1", f1), ("exact", {query: (value == 1).double() for query, value in f1.items()}))
         for query, values in shares.items()
     }
-
-
-def _union_masks(boxes: Sequence[Sequence[Box]], grid: tuple[int, int]) -> Tensor:
-    """The patches of all boxes of each phrase [T, rows, columns] bool, at least one."""
-    return torch.stack([metrics.box_masks(torch.tensor(several), grid).any(0) for several in boxes])
 
 
 def _mean(values: Tensor) -> float | None:

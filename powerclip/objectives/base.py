@@ -18,7 +18,7 @@ from powerclip.encoders.vision import dropout_selector
 from powerclip.runtime.distributed import SINGLE, Ranks
 
 if TYPE_CHECKING:
-    from powerclip.data.batch import Batch
+    from powerclip.data.batch import Batch, FurtherTexts
     from powerclip.encoders import DualEncoder
 
 
@@ -53,10 +53,11 @@ class Plan:
     kept: Tensor | None = None  # [C, n] the patches that stay
     shown: Tensor | None = None  # [C, n] bool, as in `Selection`
     crops: Tensor | None = None  # [C, V, 4] views of each image
+    seams: Tensor | None = None  # [C, 2] row and column of patches at which a mosaic that begins with the image is cut
 
     def rows(self, rows: slice) -> Plan:
         """The plan of some of the images."""
-        parts = (None if value is None else value[rows] for value in (self.kept, self.shown, self.crops))
+        parts = (None if value is None else value[rows] for value in (self.kept, self.shown, self.crops, self.seams))
         return Plan(*parts)
 
     def select(self, context: PatchContext) -> Selection:
@@ -68,9 +69,9 @@ class Plan:
 class Objective(nn.Module):
     """A method of the paper's tables: a plan for the images of a batch, their way through the tower, and a loss.
 
-    A run calls `attach` once, before the optimiser is made; for each step `progress`, `plan`, `encode_images` and
-    `loss`; and after the update `clamp` and `after_step`. `powerclip.train.towers.Towers` calls `plan` and
-    `encode_images`, compiled where a recipe asks for it.
+    A run calls `attach` once, before the optimiser is made; for each step `progress`, `plan`, `further_texts`,
+    `encode_images` and `loss`; and after the update `clamp` and `after_step`. `powerclip.train.towers.Towers` calls
+    `plan`, `further_texts` and `encode_images`, compiled where a recipe asks for it.
 
     What is random or concerns the batch as a whole belongs into `plan` and `loss`: `encode_images` may see a batch in
     parts, and twice. Parameters of an objective are used by its `loss` alone: there the whole batch is at hand.
@@ -109,6 +110,17 @@ class Objective(nn.Module):
         """
         dropout = dropout_selector(encoder.clip.visual)
         return Plan() if dropout is None else Plan(kept=dropout.choose(noise))
+
+    def text_noise_shape(self) -> tuple[int, ...] | None:
+        """The shape of the random numbers that the further texts of one caption need; None when there are no such."""
+        return None
+
+    def further_texts(self, batch: Batch, noise: Tensor) -> FurtherTexts | None:
+        """Texts that shall go through the text tower beside the captions, given numbers [C, *text_noise_shape].
+
+        There are as many for each part of the batch that goes through the towers by itself.
+        """
+        return None
 
     def encode_images(self, encoder: DualEncoder, images: Tensor, plan: Plan) -> ImageFeatures:
         """Run the image tower on images [C, 3, H, W] as their plan says."""

@@ -7,7 +7,7 @@ Yao et al., "FILIP: Fine-grained Interactive Language-Image Pre-Training", ICLR 
 
 v and t: projected, normalised patches and tokens; l runs over the tokens that are no padding, start and end of text
 among them unless `ends: false`; c is learned, from 1/0.07. FILIP itself has no L_CLIP (w = 0) and compares images and
-captions by s; everything here is evaluated by the global embeddings, which L_local hardly trains, hence w = 1.
+captions by s (`powerclip evaluate --score late`); tables compare global embeddings, which L_local hardly trains: w = 1.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powerclip.alignment.late_interaction import expand_lengths, group_lengths, late_interaction
 from powerclip.objectives.base import Objective, Terms, clamp_scale, learned_scale, real_tokens
 from powerclip.objectives.clip import clip_loss
-from powerclip.objectives.late_interaction import expand_lengths, group_lengths, late_interaction
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.settings import NonNegativeFloat, PositiveFloat, validate
 

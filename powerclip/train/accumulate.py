@@ -42,12 +42,13 @@ def backward_in_parts(state: TrainState, batch: Batch, plan: Plan, count: int) -
         # Sorted by length, most parts have short captions only.
         shorter = 0 < batch.short < tokens.shape[1] and rows.stop <= shorter_captions(len(batch))
         trimmed = tokens[:, : batch.short] if shorter else tokens
-        features: Features = towers(batch.images[rows], trimmed, plan.rows(rows))
+        further = None if batch.further is None else _part_of(batch.further.tokens, rows, len(batch))
+        features: Features = towers(batch.images[rows], trimmed, plan.rows(rows), further)
         return replace(features, words=F.pad(features.words, (0, 0, 0, tokens.shape[1] - trimmed.shape[1])))
 
     with torch.no_grad():
         detached = [_without_unused(run(state.unwrapped_towers, rows), state.objective.dense) for rows in parts]
-    features = join_parts(detached, size)
+    features = join_parts(detached)
     del detached
     # The objective's own parameters get their gradient here, the towers' not yet.
     terms = state.objective.loss(features, batch, state.ranks)
@@ -56,38 +57,46 @@ def backward_in_parts(state: TrainState, batch: Batch, plan: Plan, count: int) -
     del features
     for rows in parts[:-1]:
         with no_sync(state.towers):
-            backward_part(run(state.towers, rows), gradients, rows, size)
-    backward_part(run(state.towers, parts[-1]), gradients, parts[-1], size, last=True)
+            backward_part(run(state.towers, rows), gradients, rows, len(batch))
+    backward_part(run(state.towers, parts[-1]), gradients, parts[-1], len(batch), last=True)
     return terms
 
 
-def join_parts(parts: Sequence[Features], size: int) -> Features:
-    """The features of all parts, `size` pairs in each, as the leaves of a graph."""
+def join_parts(parts: Sequence[Features]) -> Features:
+    """The features of all parts as the leaves of a graph; each part has the same number of rows of each of them."""
 
     def join(first: Any, *others: Any) -> Any:
         if not isinstance(first, Tensor):
             return first
-        joined = torch.cat([first, *others]) if _has_rows(first, size) else first
+        joined = torch.cat([first, *others]) if first.ndim > 0 else first
         return joined.detach().requires_grad_() if joined.is_floating_point() else joined
 
     return tree_map(join, *parts)
 
 
 def backward_part(
-    features: Features, gradients: Sequence[Tensor | None], rows: slice, size: int, *, last: bool = False
+    features: Features, gradients: Sequence[Tensor | None], rows: slice, count: int, *, last: bool = False
 ) -> None:
-    """Backward pass of one part, given the gradients of all pairs' features; shared values go with the last part."""
+    """Backward pass of the part with these rows of `count` pairs, given the gradients of all features.
+
+    Values that all parts share, the scales, go with the last part.
+    """
     outputs, output_gradients = [], []
     for value, gradient in zip(tree_leaves(features), gradients, strict=True):
         if gradient is None or not value.requires_grad:
             continue
-        shared = not _has_rows(value, size)
+        shared = value.ndim == 0
         if shared and not last:
             continue
         outputs.append(value)
-        output_gradients.append((gradient if shared else gradient[rows]).to(value.dtype))
+        output_gradients.append((gradient if shared else _part_of(gradient, rows, count)).to(value.dtype))
     # Not the sum of products: padded words may be NaN, and their gradient is 0.
     torch.autograd.backward(outputs, output_gradients)
+
+
+def _part_of(values: Tensor, rows: slice, count: int) -> Tensor:
+    """What belongs to some rows of `count` pairs: of mosaics and of further texts there are not as many as of pairs."""
+    return values[rows.start * len(values) // count : rows.stop * len(values) // count]
 
 
 def _without_unused(features: Features, dense: bool) -> Features:
@@ -95,7 +104,3 @@ def _without_unused(features: Features, dense: bool) -> Features:
     if dense:
         return features
     return replace(features, patches=features.patches[:, :0].clone(), words=features.words[:, :0].clone())
-
-
-def _has_rows(value: Tensor, size: int) -> bool:
-    return value.ndim > 0 and len(value) == size

@@ -13,19 +13,19 @@ from powerclip.data.columns import Columns
 from powerclip.data.corpus import TreeSidecars, find_trees
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.loader import BatchLoader
-from powerclip.data.paths import expand_pattern
 from powerclip.data.remote_shards import RemoteShards
 from powerclip.data.scene_loader import SceneLoader
 from powerclip.data.shard_loader import ShardLoader, ShardOptions
-from powerclip.data.shards import ShardSet
+from powerclip.data.shards import ShardSet, expand_shards
 from powerclip.data.sidecar import Kind, find_sidecars, sidecar_path
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
-from powerclip.train.inputs import Input, count_samples, existing_file, sidecar_folder
-from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
+from powerclip.train.inputs import Input, cache_folder, count_samples, existing_file, sidecar_folder
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import FLAT, SIDECARS, DataSection
 from powerclip.train.trees import TreeFolder, check_trees
 
 # Each length of the token rows is compiled for on its own; without a compiler only the shape of matrices matters.
@@ -56,7 +56,8 @@ def make_loader(
     tokenizer = _checked_tokenizer(encoder)
     cache = cache or DataCache()
     if recipe.data.source == "scenes":
-        return SceneLoader(spec, tokenizer, ranks, "collective" if recipe.data.collective else "train")
+        kept = None if recipe.data.cache is None else cache_folder(recipe.data)
+        return SceneLoader(spec, tokenizer, ranks, recipe.data.collective, kept)
     if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     return _corpus_loader(recipe, spec, tokenizer, cache, ranks)
@@ -129,7 +130,7 @@ def _corpus_loader(
 ) -> CorpusLoader:
     data = recipe.data
     assert data.shards is not None  # DataSection checks it
-    paths = expand_pattern(data.shards, "data.shards")
+    paths = expand_shards(data.shards, "data.shards")
     if recipe.reads_masks:
         _check_sidecars(paths, "regions", data)
     trees, note = corpus_trees(recipe, paths, cache, ranks)

@@ -12,7 +12,6 @@ from powerclip.data.columns import Columns
 from powerclip.data.corpus import Corpus, TreeSidecars, read_corpus
 from powerclip.data.corpus_loader import PackedCorpus, pack_corpus
 from powerclip.data.masks import CorpusMasks, read_masks
-from powerclip.data.paths import expand_pattern
 from powerclip.data.remote import RemoteCache, is_url
 from powerclip.data.remote_shards import RemoteShards, open_remote
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
@@ -22,7 +21,7 @@ from powerclip.evaluate.embedder import PixelStore
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.inputs import cache_folder, names_urls, remote_names, sidecar_folder, table_paths
-from powerclip.train.recipe import DataSection
+from powerclip.train.sections import DataSection
 from powerclip.train.trees import TreeFolder, prepare_trees
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ class DataCache:
         self, shards: str, setting: str, size: int, trees: Path | TreeSidecars | None = None, note: str = ""
     ) -> Corpus:
         """The corpus of a recipe's `setting`, its images `size` pixels high and wide; `note` says where trees are."""
-        paths = tuple(expand_pattern(shards, setting))
+        paths = tuple(expand_shards(shards, setting))
 
         def read() -> Corpus:
             corpus = read_corpus(paths, size, trees, progress=self._say is not None)

@@ -33,8 +33,9 @@ from powerclip.train.memory import (
     trained_parameters,
 )
 from powerclip.train.mfu import operations, peak_flops
-from powerclip.train.recipe import ModelSection, Recipe, check_warmup, steps_of
+from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.run_folder import RunFolder
+from powerclip.train.sections import ModelSection
 from powerclip.train.state import TrainState, start
 
 # A burst on a CPU grows until one step takes this long.
@@ -135,7 +136,8 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
     yield "", f"image tower {image / 1e6:.1f} M, {clip.visual.image_size[0]}² pixels, {rows} × {columns} patches"
     yield "", f"text tower {(total - image) / 1e6:.1f} M, {state.encoder.context_length} tokens"
     if recipe.model.pretrained:
-        yield "", f"starts from {recipe.model.pretrained}"
+        anew = f"; drawn anew: {recipe.model.redraw}" if recipe.model.redraw else ""
+        yield "", f"starts from {recipe.model.pretrained}{anew}"
     trained = count(state.encoder, trained=True)
     if trained < total:
         settings = recipe.train
@@ -185,6 +187,11 @@ def describe_objective(recipe: Recipe) -> Iterator[str]:
     largest = f" of at most {regions.largest:g} of the side" if regions.largest < 1 else ""
     parts = "trees" if config.parse_trees else "single tokens"
     yield f"M {regions.count} {kind}{largest} an image; {parts} of captions"
+    if config.mosaics:
+        kind = config.mosaic_texts
+        texts = "" if kind == "none" else f", {kind} texts × {config.mosaic_texts_weight:g}"
+        gold = f", sets × {config.mosaic_sets:g}" if config.mosaic_sets else ""
+        yield f"{config.mosaics:.0%} of the images in mosaics too: phrases × {config.mosaic_weight:g}{texts}{gold}"
 
 
 def describe_cost(

@@ -11,10 +11,11 @@ from powerclip.data.paths import expand_path, expand_pattern
 from powerclip.data.table import is_table
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import tokenizer_for
+from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder
-from powerclip.evaluate.readers import read_caption_tars, read_captions, read_sugarcrepe
-from powerclip.evaluate.scenes import scene_tasks
-from powerclip.evaluate.tasks import Task
+from powerclip.evaluate.readers import read_caption_tars, read_captions, read_path, read_sugarcrepe
+from powerclip.evaluate.scenes import scene_grounding, scene_tasks
+from powerclip.evaluate.tasks import Classification, Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
 from powerclip.train.recipe import Recipe
@@ -30,6 +31,8 @@ SCENE_HEADLINES = {
     "zero-shot": "scenes/zero_shot/acc1",
     "composition": "scenes/composition/mean_kind_acc",
     "pointing": "scenes/pointing/pointing_words",
+    "swap": "scenes/grounding/swap_words_balanced",
+    "sets": "scenes/grounding/set_f1_words_several",
 }
 
 
@@ -89,13 +92,26 @@ def read_tasks(recipe: Recipe, encoder: DualEncoder, cache: DataCache) -> dict[s
             return read_captions(paths[0], columns) if is_table(paths[0]) else read_caption_tars(paths)
 
         tasks["retrieval"] = cache.task(settings.retrieval, tars, read)
+    if settings.classification is not None:
+        path = expand_path(settings.classification, "evaluation.classification")
+        tasks["classification"] = cache.task(settings.classification, [path], lambda paths: _read_classes(paths[0]))
     if settings.composition is not None:
         folder = expand_path(settings.composition, "evaluation.composition")
         tasks["composition"] = cache.task(settings.composition, [folder], lambda paths: read_sugarcrepe(paths[0]))
     if settings.scenes:
         scenes = scene_tasks(settings.scenes, encoder.image_size[0])
+        if recipe.data.collective:
+            scenes["grounding"] = scene_grounding(settings.scenes, encoder.image_size[0])
         tasks |= {f"scenes/{name}": task for name, task in scenes.items()}
     return tasks
+
+
+def _read_classes(path: Path) -> Task:
+    """Images with classes; UserError when that is something else."""
+    task = read_path(path)
+    if not isinstance(task, Classification):
+        raise UserError(f"evaluation.classification: {path} holds no images with classes")
+    return task
 
 
 def describe(scores: Mapping[str, float]) -> str:
@@ -107,11 +123,13 @@ def _phrases(percent: Mapping[str, float]) -> Iterator[str]:
     if "retrieval/mean_recall" in percent:
         text, image = (percent[f"retrieval/{side}_retrieval_recall@1"] for side in ("text", "image"))
         yield f"retrieval {percent['retrieval/mean_recall']:.1f} (R@1: text {text:.1f}, image {image:.1f})"
+    if "classification/acc1" in percent:
+        yield f"zero-shot {percent['classification/acc1']:.1f}"
     if "composition/acc" in percent:
         yield f"composition {percent['composition/acc']:.1f} ± {percent['composition/acc_standard_error']:.1f}"
     scenes = [f"{label} {percent[name]:.1f}" for label, name in SCENE_HEADLINES.items() if name in percent]
     if scenes:
         yield f"scenes: {', '.join(scenes)}"
     for name, value in percent.items():
-        if name.split("/")[0] not in ("retrieval", "composition", "scenes"):
+        if name.split("/")[0] not in ("retrieval", "classification", "composition", "scenes"):
             yield f"{name} {value:.1f}"

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from powerclip.encoders.text import text_blocks, text_tower
 from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
-from powerclip.train.recipe import TOWERS, TrainSection, parse_freeze
+from powerclip.train.sections import TOWERS, TrainSection, parse_freeze
 
 if TYPE_CHECKING:
     from powerclip.encoders import DualEncoder
@@ -67,6 +68,20 @@ def _tower(parameters: Iterable[tuple[str, nn.Parameter]], blocks: Sequence[nn.M
     return tower
 
 
+def redraw(encoder: DualEncoder, fresh: DualEncoder, parts: Sequence[str]) -> None:
+    """Give an encoder the weights of a fresh one: in the towers that `parts` name, and in both projections for `heads`.
+
+    So one folder of pretrained towers starts a run with both, with either, and, as what they are compared with, none.
+    """
+    old, new = towers_of(encoder), towers_of(fresh)
+    with torch.no_grad():
+        for name in TOWERS:
+            kept = _parameters(old[name]) if name in parts else old[name].projection if "heads" in parts else ()
+            drawn = _parameters(new[name]) if name in parts else new[name].projection if "heads" in parts else ()
+            for parameter, value in zip(kept, drawn, strict=True):
+                parameter.copy_(value)
+
+
 def prepare(encoder: DualEncoder, settings: TrainSection) -> None:
     """Freeze what `settings` say, and put adapters on the rest if they ask for them.
 
@@ -85,6 +100,15 @@ def prepare(encoder: DualEncoder, settings: TrainSection) -> None:
         raise UserError(
             f"train.freeze: {settings.freeze} leaves no tower to train; {TOWERS[0]}:N freezes N blocks only"
         )
+
+
+def train_mode(encoder: nn.Module) -> None:
+    """Set an encoder to training, but not what is frozen: a text tower of Hugging Face drops a tenth of its states."""
+    encoder.train()
+    for module in encoder.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
 
 
 def freeze(tower: Tower, name: str, depth: int | None) -> None:
@@ -177,6 +201,10 @@ def merged(encoder: DualEncoder) -> DualEncoder:
     plain = copy.deepcopy(encoder)
     for module in [module for module in plain.modules() if parametrize.is_parametrized(module)]:
         adapted: Any = module
+        # torch made a class for the module, which the copy shares: removing its properties would take them from both.
+        kind = type(module)
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        adapted.__class__ = type(kind.__name__, kind.__bases__, own)
         for name in list(adapted.parametrizations):
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     return plain.requires_grad_(True)

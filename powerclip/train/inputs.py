@@ -16,7 +16,8 @@ from powerclip.data.table import TABLE_SUFFIXES, is_table
 from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tar_index import find_info, make_index
 from powerclip.errors import UserError
-from powerclip.train.recipe import FLAT, SIDECARS, DataSection, Recipe
+from powerclip.train.recipe import Recipe
+from powerclip.train.sections import FLAT, SIDECARS, DataSection
 
 # Up to so many tars without an index are read to count their samples; with more, the count stays unknown.
 FEW = 64
@@ -36,7 +37,7 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
     """Everything that a run of `recipe` would read, whether it exists or not."""
     data, evaluation = recipe.data, recipe.evaluation
     if data.source == "corpus":
-        yield from _find("data.shards", data.shards, _pattern)
+        yield from _find("data.shards", data.shards, _corpus)
         if data.trees not in (FLAT, SIDECARS):
             yield from _find("data.trees", data.trees, _file)
         if recipe.reads_masks or (recipe.reads_trees and data.trees is None):
@@ -52,6 +53,7 @@ def inputs(recipe: Recipe) -> Iterator[Input]:
         yield from _find("data.table", data.table, _table)
         yield from _find("data.sidecars", data.sidecars, _folder)
     yield from _find("evaluation.retrieval", evaluation.retrieval, _pattern)
+    yield from _find("evaluation.classification", evaluation.classification, _file_or_folder)
     yield from _find("evaluation.composition", evaluation.composition, _folder)
     yield from _packages(recipe)
 
@@ -100,6 +102,13 @@ def _find(setting: str, value: str | None, find: Callable[[str, str], Input]) ->
 
 def _pattern(value: str, setting: str) -> Input:
     return _files(expand_pattern(value, setting), setting)
+
+
+def _corpus(value: str, setting: str) -> Input:
+    paths = expand_shards(value, setting)
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise UserError(f"{setting}: no file {missing}")
+    return _files(paths, setting)
 
 
 def _shards(value: str, setting: str) -> Input:
@@ -178,6 +187,10 @@ def existing_file(value: str, setting: str) -> Path:
             "a caption"
         )
     return path
+
+
+def _file_or_folder(value: str, setting: str) -> Input:
+    return (_folder if expand_path(value, setting).is_dir() else _file)(value, setting)
 
 
 def _folder(value: str, setting: str) -> Input:

@@ -31,6 +31,7 @@ from powerclip.train.checkpoint import CheckpointWriter
 from powerclip.train.data import make_loader, note_squashing
 from powerclip.train.data_cache import DataCache
 from powerclip.train.evaluation import Evaluation, describe, make_evaluation
+from powerclip.train.finetune import train_mode
 from powerclip.train.guard import Guard, mark_loss, step_if_finite
 from powerclip.train.inputs import check_inputs
 from powerclip.train.memory import check_fits
@@ -324,11 +325,13 @@ def backward(state: TrainState, batch: Batch, recipe: Recipe) -> Terms:
     generator = torch.Generator(state.device)
     generator.manual_seed(key_of(recipe.train.seed, state.step) >> 1)  # 63 bits
     plan = state.unwrapped_towers.plan(batch.images, generator, state.ranks)
+    batch = state.unwrapped_towers.with_further_texts(batch, generator, state.ranks)
     state.optimizer.zero_grad(set_to_none=True)
     if recipe.train.accumulate == 1:
         # The loss is outside of autocast: similarities that carry a gradient are float32. No name holds the features:
         # what the loss does not save for its gradient, such as the patches, is freed before the backward pass.
-        terms = state.objective.loss(state.towers(batch.images, batch.token_groups, plan), batch, state.ranks)
+        further = None if batch.further is None else batch.further.tokens
+        terms = state.objective.loss(state.towers(batch.images, batch.token_groups, plan, further), batch, state.ranks)
         mark_loss(terms.total).backward()
     else:
         terms = backward_in_parts(state, batch, plan, recipe.train.accumulate)
@@ -354,7 +357,7 @@ def run_evaluation(evaluate: Evaluation, state: TrainState) -> dict[str, float]:
         try:
             scores = evaluate(full_encoder(state.encoder).eval())
         finally:
-            state.encoder.train()
+            train_mode(state.encoder)
     return {f"evaluate/{name}": float(score) for name, score in scores.items()}
 
 

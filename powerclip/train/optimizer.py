@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from powerclip.train.recipe import OptimSection
+from powerclip.train.sections import OptimSection
 
 
 def make_optimizer(

@@ -7,7 +7,6 @@ whether they were sharded.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from powerclip.errors import UserError
 from powerclip.runtime.distributed import Ranks
 from powerclip.train.finetune import is_adapted, merged
-from powerclip.train.recipe import TrainSection
+from powerclip.train.sections import TrainSection
 from powerclip.train.towers import Towers, transformer_blocks
 
 if TYPE_CHECKING:
@@ -191,7 +190,9 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     parameters = [p for p in parameters if p.grad is not None]
     kinds = [[p for p in parameters if is_sharded(p)], [p for p in parameters if not is_sharded(p)]]
     if not kinds[0]:
-        return torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
+        if limit:
+            return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     # No operation takes both kinds at once.
     norms = [
         full_tensors(torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in kinds

@@ -93,6 +93,11 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> None:
         """Make the folder, clear it of an earlier run, and note the recipe."""
+        self.clear()
+        write_atomic(self.recipe, dump(recipe).encode())
+
+    def clear(self) -> None:
+        """Make the folder, and remove what an earlier run has written."""
         # The results first: a half-cleared folder must not look like a finished run. Only what a run writes goes.
         self.results.unlink(missing_ok=True)
         for path in (self.model, self.checkpoints, self.tensorboard):
@@ -100,7 +105,6 @@ class RunFolder:
         for file in (self.metrics, self.environment):
             file.unlink(missing_ok=True)
         self.root.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.recipe, dump(recipe).encode())
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""

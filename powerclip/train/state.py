@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from powerclip.alignment.backends import choose_backend
 from powerclip.data.loader import DRAWS_VERSION
 from powerclip.encoders import DualEncoder, build
+from powerclip.encoders.fp8 import use_fp8
 from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.errors import UserError
 from powerclip.objectives import Objective, build_objective
+from powerclip.objectives.mosaics import check_rows
 from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
-from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates
+from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates, redraw, train_mode
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
 from powerclip.train.recipe import Recipe
+from powerclip.train.sections import parse_redraw
 from powerclip.train.sharded_checkpoint import load_parts
-from powerclip.train.towers import Towers, make_towers
+from powerclip.train.towers import Towers, make_towers, transformer_blocks
 
 
 @dataclass
@@ -97,11 +100,17 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     """A run at step 0: weights drawn from `train.seed`, or pretrained ones. UserError when it cannot run here."""
     settings, model = recipe.train, recipe.model
     check_batch(settings, ranks)
+    if recipe.objective == "powerclip" and recipe.alignment.mosaics:
+        check_rows(recipe.alignment, settings.batch_size, ranks.count * settings.accumulate)
     device = choose_device(settings.device, ranks)
     check_backend(recipe, device)
     random.seed(settings.seed)
     torch.manual_seed(settings.seed % 2**63)  # seeds of any size, as everywhere
-    encoder = build(name=model.name, config=model.config, pretrained=model.pretrained).to(device).train()
+    encoder = build(name=model.name, config=model.config, pretrained=model.pretrained)
+    if model.redraw is not None:
+        torch.manual_seed(settings.seed % 2**63)  # what the same towers draw that start from nothing
+        redraw(encoder, build(config=recipe.with_towers(encoder.config).model.config), parse_redraw(model.redraw))
+    encoder = encoder.to(device)
     use_packed_attention(encoder)
     if settings.checkpoint_activations:
         encoder.clip.set_grad_checkpointing(True)
@@ -109,6 +118,9 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
         # Only a sigmoid loss uses it: it gets no gradient here, and DDP would wait for one.
         encoder.clip.logit_bias.requires_grad_(False)
     prepare(encoder, settings)
+    if settings.precision == "fp8":
+        use_fp8(transformer_blocks(encoder), device)
+    train_mode(encoder)
     objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
     objective.attach(encoder)
     objective.to(device).train()

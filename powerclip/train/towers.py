@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from powerclip.data.batch import Batch
 from powerclip.encoders import DualEncoder, Features
 from powerclip.encoders.dual import join_groups
 from powerclip.encoders.text import text_blocks
@@ -22,7 +24,7 @@ from powerclip.encoders.vision import image_blocks
 from powerclip.objectives import Objective, Plan
 from powerclip.runtime.compile import compile_shapes, raise_limit
 from powerclip.runtime.distributed import SINGLE, Ranks
-from powerclip.train.recipe import TrainSection
+from powerclip.train.sections import TrainSection
 
 # Not at all · each tower as a whole · the same, replayed as CUDA graphs · each transformer block by itself
 CompileMode = Literal["none", "towers", "graphs", "blocks"]
@@ -83,10 +85,28 @@ class Towers(nn.Module):
         with self._autocast(images.device):
             return plan(self.objective, self.encoder, images, noise, ranks)
 
-    def forward(self, images: Tensor, tokens: Tensor | tuple[Tensor, ...], plan: Plan | None = None) -> Features:
+    @torch.no_grad()
+    def with_further_texts(
+        self, batch: Batch, generator: torch.Generator | None = None, ranks: Ranks = SINGLE
+    ) -> Batch:
+        """The batch with the further texts that the objective makes of it; the same batch where there are none."""
+        shape = self.objective.text_noise_shape()
+        if shape is None:
+            return batch
+        noise = draw_uniform((len(batch), *shape), batch.tokens.device, generator, ranks)
+        return replace(batch, further=self.objective.further_texts(batch, noise))
+
+    def forward(
+        self,
+        images: Tensor,
+        tokens: Tensor | tuple[Tensor, ...],
+        plan: Plan | None = None,
+        further: Tensor | None = None,
+    ) -> Features:
         """The features of images [C, 3, H, W] and tokens [C, L], for the objective's loss.
 
         Tokens may come in several groups of rows, each with its own L. Without the plan of these images one is made.
+        `further` are tokens [E, L'] of further texts.
         """
         plan = self.plan(images) if plan is None else plan
         groups = tokens if isinstance(tokens, tuple) else (tokens,)
@@ -98,6 +118,9 @@ class Towers(nn.Module):
             of_images = encode_images(self.objective, self.encoder, images, plan)
             of_captions = [encode_words(self.encoder, group, dense=dense) for group in groups]
             features = self.encoder.join_features(of_images, *join_groups(of_captions))
+            if further is not None:
+                text, words = encode_words(self.encoder, further, dense=dense)
+                features = replace(features, further_text=text, further_words=words)
         # FSDP registers hooks on what is returned, and they would not survive an in-place change of a view.
         return tree_map(_without_view, features) if self._sharded else features
 
@@ -125,7 +148,7 @@ def make_towers(
 
 def in_bf16(settings: TrainSection, device: torch.device) -> bool:
     """Whether the towers compute in bf16 under these settings."""
-    return settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    return settings.precision in ("bf16", "fp8") or (settings.precision == "auto" and device.type == "cuda")
 
 
 def is_compiled(settings: TrainSection, device: torch.device) -> bool:

@@ -4,7 +4,6 @@ import math
 from functools import cache
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,6 +201,6 @@ def test_the_weights_fit_into_ten_megabytes_and_name_the_version(parser):
     assert len(parser.version) == 10
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_gives_the_trees_of_the_cpu(parser):
     assert load_parser("embedded", "cuda").parse(list(CAPTIONS)) == parser.parse(list(CAPTIONS))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +112,72 @@ def test_an_error_while_making_a_batch_reaches_the_one_who_asked(tokenizer, monk
         next(loader(tokenizer, workers=1).stream(0, 5))
 
 
+def test_batches_are_kept_in_a_folder_for_runs_that_draw_the_same(tokenizer, tmp_path, monkeypatch):
+    spec = BatchSpec((32, 32), (4, 4), 6, regions=5, workers=2)
+    first = list(SceneLoader(spec, tokenizer, cache=tmp_path).stream(0, 4))
+    assert all(same(batch, loader(tokenizer).batch(step)) for step, batch in enumerate(first))
+    other = SceneLoader(BatchSpec((32, 32), (4, 4), 6, regions=5, seed=1), tokenizer, cache=tmp_path)
+    assert not same(other.batch(0), first[0])
+    assert not list(tmp_path.rglob("*.lock"))
+
+    monkeypatch.setattr("powerclip.data.scene_loader.generate", lambda *_: pytest.fail("drawn again"))
+    again = SceneLoader(spec, tokenizer, cache=tmp_path)
+    assert all(same(again.batch(step), batch) for step, batch in enumerate(first))
+    assert all(same(*pair) for pair in zip(again.stream(0, 4), first, strict=True))
+
+
+def test_nothing_but_batches_is_read_from_the_folder(tokenizer, tmp_path):
+    made = SceneLoader(BatchSpec((32, 32), (4, 4), 6), tokenizer, cache=tmp_path)
+    made.batch(0)
+    [kept] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    command = pickle.dumps(Path("/"))
+    kept.write_bytes(len(command).to_bytes(8, "little") + command)
+    with pytest.raises(pickle.UnpicklingError, match="no part of a batch"):
+        made.batch(0)
+
+
+STREAM = """
+import multiprocessing, sys
+from powerclip.data.batch import BatchSpec
+from powerclip.data.scene_loader import SceneLoader
+from powerclip.data.tokens import CaptionTokenizer
+
+spec = BatchSpec((16, 16), (2, 2), 1000, workers=2)
+batches = SceneLoader(spec, CaptionTokenizer()).stream(0, 1000)
+next(batches)
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+sys.stdin.read()
+"""
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_worker_processes_end_with_a_process_that_is_killed_though_nobody_reads_their_batches():
+    with subprocess.Popen([sys.executable, "-c", STREAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stream:
+        workers = [int(number) for number in stream.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
+        stream.kill()
+    deadline = time.monotonic() + 120
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
 def test_images_that_are_not_square_are_refused(tokenizer):
     with pytest.raises(UserError, match="scenes are square, and the model reads images of 32×64 pixels"):
         loader(tokenizer, image_size=(32, 64))
+
+
+def test_a_share_of_collective_captions_is_spread_over_the_batch(tokenizer):
+    spec = BatchSpec((32, 32), (4, 4), 8, seed=3)
+    keys = SceneLoader(spec, tokenizer, collective=0.25).batch(2).keys
+    assert [key.split("-")[0] for key in keys] == ["train", "train", "train", "collective"] * 2
+    assert keys[3] == "collective-3-19"
+    assert {key.split("-")[0] for key in SceneLoader(spec, tokenizer, collective=1.0).batch(2).keys} == {"collective"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from powerclip.data.scenes import SPLITS, generate, pack_scenes, render, render_packed, scene_batch
-from powerclip.data.scenes.background import PackedBackgrounds
 from powerclip.data.scenes.layout import may_hold
+from powerclip.data.scenes.shapes import SILHOUETTES
 from powerclip.data.scenes.vocabulary import HELD_OUT
 from powerclip.data.trees import parse_bracketed
 
@@ -83,23 +83,36 @@ def test_an_image_does_not_depend_on_its_batch(split):
     assert torch.equal(render_packed(pack_scenes(scenes).to("cpu"), 48), whole)
 
 
-def test_other_rounding_changes_no_value_by_more_than_one_level():
-    """Devices round in the last digit; so does double precision."""
-    scenes = scene_batch(range(48), 4) + scene_batch(range(16), 4, "collective")
-    packed = pack_scenes(scenes)
-    single = render_packed(packed, 64).int()
-    backgrounds = PackedBackgrounds(packed.backgrounds.kind, *(part.double() for part in packed.backgrounds[1:]))
-    torch.set_default_dtype(torch.float64)
-    try:
-        double = render_packed(packed._replace(backgrounds=backgrounds, place=packed.place.double()), 64).int()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    difference = (single - double).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
+@pytest.mark.parametrize("size", [16, 33, 64])
+def test_painting_in_layers_as_a_gpu_does_gives_the_same_pixels(size):
+    packed = pack_scenes(scene_batch(range(80), 4) + scene_batch(range(40), 4, "collective"))
+    assert torch.equal(render_packed(packed, size, in_layers=True), render_packed(packed, size, in_layers=False))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with a CPU")
+@pytest.mark.parametrize("size", [16, 64, 112])
+def test_a_gpu_draws_the_pixels_of_a_cpu(size):
+    packed = pack_scenes(scene_batch(range(1000), 4) + scene_batch(range(1000), 4, "collective"))
+    on_gpu = render_packed(packed.to("cuda"), size).cpu()
+    assert torch.equal(on_gpu, render_packed(packed, size))
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_tree_is_that_of_the_brackets(split):
     for scene in scene_batch(range(150), 5, split):
         assert scene.tree == parse_bracketed(scene.brackets, scene.caption)
+
+
+def test_all_is_drawn_in_double_precision(monkeypatch):
+    """Where single precision enters, devices disagree: a sum of whole numbers and a fraction is single by default."""
+    seen = []
+    for name, draw in SILHOUETTES.items():
+        monkeypatch.setitem(SILHOUETTES, name, lambda u, v, draw=draw: (seen.append((u, v)), draw(u, v))[1])
+    packed = pack_scenes(scene_batch(range(3), 4))
+    render_packed(packed, 112)
+    x, y, radius = packed.place.double().unbind(1)
+    u, v = torch.cat([u for u, _ in seen]), torch.cat([v for _, v in seen])
+    steps = torch.arange(112, dtype=torch.float64) + 0.5
+    for part, centre in ((u[:, 0], x), (v[:, :, 0], y)):
+        exact = (steps / 112 - centre[:, None]) / radius[:, None]  # of all columns, or lines
+        assert ((part[:, :, None] - exact[:, None]).abs().amin(-1) < 1e-12).all()

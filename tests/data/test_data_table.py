@@ -81,6 +81,8 @@ def test_columns_are_guessed_by_heads_that_leave_no_doubt_and_said(tmp_path, hea
     [
         ("image,title,text", Columns(), r"title, text could hold the caption; set data\.captions"),
         ("image,path,text", Columns(), r"image, path could hold the image; set data\.image"),
+        ("image,image", Columns(), r"columns 1, 2 are all called 'image'; set data\.image to the number of one"),
+        ("image;caption", Columns(), r"its cells are separated by ';': write them with commas"),
         ("image,label,split", Columns(), r"of its columns image, label, split, none is known to hold the caption"),
         (
             "image,title,text",

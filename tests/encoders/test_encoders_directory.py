@@ -52,6 +52,15 @@ def test_open_clip_reads_what_we_save_bit_for_bit(variant, tmp_path, images, tok
     assert torch.equal(theirs.encode_text(tokens, normalize=True), model.encode_text(tokens))
 
 
+def test_weights_of_16_bits_become_32(tmp_path):
+    model = encoder()
+    rounded = {name: value.half().float() for name, value in model.clip.state_dict().items()}
+    model.clip.half()
+    loaded, _, _ = load(save(model, tmp_path / "model"))
+    state = loaded.clip.state_dict()
+    assert all(value.dtype == torch.float32 and torch.equal(value, rounded[name]) for name, value in state.items())
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_we_read_what_we_save_bit_for_bit(variant, tmp_path, images, tokens):
     model = encoder(variant)

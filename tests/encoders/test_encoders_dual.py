@@ -168,3 +168,38 @@ def test_the_patch_embedding_is_a_matrix_product(bias):
     images = torch.randn(2, 3, 12, 18)
     expected = convolution(images).flatten(2).transpose(1, 2)
     torch.testing.assert_close(conv_as_linear(convolution, images), expected)
+
+
+# ---- images of other sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_at_the_towers_own_size_maps_are_its_patches_bit_for_bit(variant, images):
+    model = encoder(variant)
+    with torch.no_grad():
+        image, _, dense = model.encode_maps(images)
+        expected, patches = model.encode_patches(images)
+    assert torch.equal(image, expected)
+    assert torch.equal(dense.flatten(2).transpose(1, 2), patches)
+
+
+def test_at_another_size_maps_are_those_of_the_tower_that_open_clip_makes_for_it():
+    from open_clip.model import resize_pos_embed
+
+    config = tiny_config()
+    config["vision_cfg"]["image_size"] = 32  # open_clip takes the positions in weights for a square
+    model = build(config=config).eval()
+    config["vision_cfg"]["image_size"] = [64, 40]
+    larger = build(config=config).eval()
+    state = model.clip.state_dict()
+    resize_pos_embed(state, larger.clip)
+    larger.clip.load_state_dict(state)
+    wide = torch.randn(2, 3, 64, 40)
+    with torch.no_grad():
+        image, _, dense = model.encode_maps(wide)
+        expected, patches = larger.encode_patches(wide)
+    assert dense.shape == (2, 24, 8, 5)
+    assert torch.allclose(image, expected, atol=1e-6)
+    assert torch.allclose(dense.flatten(2).transpose(1, 2), patches, atol=1e-5)
+    with pytest.raises(UserError, match="no whole number of patches"):
+        model.encode_maps(wide[:, :, :60])

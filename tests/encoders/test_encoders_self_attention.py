@@ -69,7 +69,7 @@ def test_tokens_that_are_not_there_change_nothing():
         torch.testing.assert_close(attended[row, :length], expected[0])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_sequences_lie_end_to_end():
     torch.manual_seed(0)
     packed = torch.randn(4, 9, 3, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,9 +1,11 @@
 """Towers of timm and of Hugging Face, and other poolings: open_clip's embeddings, and patches and words beside them."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,13 +18,16 @@ from powerclip.cli import app
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import DualEncoder, RandomPatches, build, load, save, tokenizer_for
 from powerclip.encoders.attention import check_class_attention
+from powerclip.encoders.blend import blend
 from powerclip.encoders.catalogue import catalogue
+from powerclip.encoders.models import spelled_out
 from powerclip.encoders.self_attention import use_packed_attention
 from powerclip.encoders.text import text_blocks
 from powerclip.encoders.vision import image_blocks
 from powerclip.errors import UserError
-from powerclip.train.loop import train
-from powerclip.train.recipe import ModelSection
+from powerclip.train.loop import run_evaluation, train
+from powerclip.train.sections import ModelSection
+from powerclip.train.state import start
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,6 +132,28 @@ def test_a_timm_tower_without_patches_is_refused_with_the_reason(vision, message
         timm_tower("token", **vision)
 
 
+@pytest.mark.parametrize("kind", ["token", "mean", "map"])
+def test_a_timm_tower_reads_images_of_other_sizes_as_timm_itself_would_after_being_resized(kind):
+    model = timm_tower(kind)
+    own, other = torch.randn(1, 3, *model.image_size), torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        _, _, dense = model.encode_maps(own)
+        assert torch.equal(dense.flatten(2).transpose(1, 2), model.encode_patches(own)[1])
+        image, _, dense = model.encode_maps(other)
+        assert torch.equal(model.encode_patches(own)[0], model.encode_maps(own)[0])  # as before
+        trunk = model.clip.visual.trunk
+        trunk.set_input_size((64, 96))
+        model.clip.visual.image_size = (64, 96)
+        expected, patches = model.encode_patches(other)
+    assert torch.allclose(image, expected, atol=1e-5)
+    assert torch.allclose(dense.flatten(2).transpose(1, 2), patches, atol=1e-4)
+
+
+def test_a_tower_with_rotary_positions_says_that_it_reads_its_own_size_only():
+    with pytest.raises(UserError, match="reads images of its own size only"):
+        timm_tower("rotary").encode_maps(torch.randn(1, 3, 224, 224))
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 WORDS = ["a", "dog", "on", "the", "red", "chair", "sit", "##ting", "##s", "!", ".", ",", "&", "two"]
@@ -185,6 +212,42 @@ def test_a_hugging_face_text_tower_has_open_clips_embedding_and_a_row_for_each_t
     assert model.clip.text.transformer.embeddings.word_embeddings.weight.grad.abs().sum() > 0
 
 
+def test_a_saved_model_brings_its_local_text_encoder_along(bert, tmp_path):
+    source = shutil.copytree(bert, tmp_path / "bert")
+    torch.manual_seed(0)
+    model = build(config=with_text(source, hf_pooler_type="mean_pooler", hf_proj_type="linear")).eval()
+    tokenizer = tokenizer_for(model)
+    ids = tokenizer(CAPTIONS)
+    with torch.no_grad():
+        expected = model.encode_text(ids)
+    save(model, tmp_path / "saved", tokenizer)
+    moved = (tmp_path / "saved").rename(tmp_path / "moved")
+    shutil.rmtree(source)
+    loaded, _, theirs = load(moved)
+    assert torch.equal(theirs(CAPTIONS), ids)
+    with torch.no_grad():
+        assert torch.equal(loaded.encode_text(ids), expected)
+    # Saved again it is the same model: both have the same towers, wherever they lie.
+    again, _, _ = load(save(loaded, tmp_path / "again", theirs))
+    blend(again, loaded, 0.5)
+    clip = open_clip.create_model(f"local-dir:{tmp_path}/again").eval()
+    with torch.no_grad():
+        assert torch.equal(clip.encode_text(ids, normalize=True), expected)
+
+
+def test_a_frozen_tower_drops_nothing_out_also_after_an_evaluation(bert, tmp_path):
+    config = with_text(bert, context_length=20, hf_proj_type="linear")
+    for freeze, still in (("text", True), ("text:2", True), ("text:1", False), ("image", False)):
+        state = start(replace(tiny(tmp_path, f"train.freeze={freeze}"), model=ModelSection(config=config)))
+        ids = tokenizer_for(state.encoder)(CAPTIONS)
+        for _ in range(2):
+            # Bert drops a tenth of its states while it is trained.
+            first, second = (state.encoder.encode_text(ids) for _ in range(2))
+            assert torch.equal(first, second) == still
+            assert state.encoder.training
+            run_evaluation(lambda encoder: {"trains": encoder.training}, state)
+
+
 def test_words_of_a_fast_tokenizer_know_their_characters(bert):
     tokens = CaptionTokenizer(tokenizer_for(build(config=with_text(bert))))
     pieces = []
@@ -234,7 +297,6 @@ def test_a_tower_that_reads_its_padding_is_padded_with_the_tokenizers_id(bert):
 
 
 def test_a_saved_model_keeps_its_tokenizer_and_is_open_clips(bert, tmp_path):
-    open_clip = pytest.importorskip("open_clip")
     torch.manual_seed(0)
     model = build(config=with_text(bert, hf_proj_type="linear")).eval()
     save(model, tmp_path / "model", tokenizer_for(model))
@@ -256,7 +318,7 @@ def test_a_slow_tokenizer_is_refused(bert):
 
 def test_a_text_tower_that_cannot_be_found_is_one_line(tmp_path):
     config = with_text(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="these towers cannot be built") as caught:
+    with pytest.raises(UserError, match=r"are to be in .*nowhere, which is not there") as caught:
         build(config=config)
     assert "\n" not in str(caught.value)
 
@@ -280,7 +342,7 @@ def test_such_towers_train_save_and_stop_like_others(bert, tmp_path):
     with torch.no_grad():
         assert torch.equal(model.encode_text(ids), result.encoder.encode_text(ids))
     checkpoint, _, _ = load(tmp_path / "run" / "checkpoints" / "step-000001.pt")
-    assert checkpoint.config == model.config
+    assert spelled_out(checkpoint.config) == spelled_out(model.config)
 
 
 # ---- the list --------------------------------------------------------------------------------------------------------

@@ -7,15 +7,19 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import torch
 from PIL import Image
 
 from powerclip.data.trees import parse_bracketed
 from powerclip.errors import UserError
+from powerclip.evaluate.embedder import Embedded
 from powerclip.evaluate.hard_negatives import KINDS, make_negatives
 from powerclip.evaluate.hard_negatives.command import write_negatives
 from powerclip.evaluate.hard_negatives.corpus import Corpus
 from powerclip.evaluate.hard_negatives.sentences import is_plural, read_sentence, tokenize, vocabulary
+from powerclip.evaluate.images import FileImages
 from powerclip.evaluate.readers import read_negatives
+from powerclip.evaluate.tasks import HardNegatives
 
 COLOURS, THINGS, PLACES = ("red", "blue", "green"), ("dog", "cat", "horse"), ("beach", "street", "field")
 
@@ -76,6 +80,93 @@ def test_a_reader_of_the_changed_words_alone_is_right_in_half(made):
         assert all(counts[old, new] == counts[new, old] for old, new in counts)
         of_kind = [negative.prior for negative in made.negatives if negative.kind == kind]
         assert sum(of_kind) * 2 == len(of_kind)  # and so is the model of five words
+
+
+def test_what_suits_the_rest_of_a_caption_is_as_often_false(made_of_habits):
+    captions, made = made_of_habits
+    counted = Corpus([[tokenize(text)[0] for text in of_image] for of_image in captions])
+    truth_suits = []
+    for negative in made.negatives:
+        if negative.kind != "replace_obj":
+            continue
+        old, new = changed(negative)
+        others = set(negative.caption.split()) - {old}
+        true, false = (sum(counted.coherence(word, others, negative.image)) for word in (old, new))
+        if abs(true - false) > 1:
+            truth_suits.append(true > false)
+    # Half of the captions say what is usual, and hardly a change makes anything usual: a reader of habits would know.
+    assert len(truth_suits) >= 20
+    assert 0.4 <= sum(truth_suits) / len(truth_suits) <= 0.6
+
+
+@pytest.fixture(scope="module")
+def made_of_habits():
+    """Dogs are mostly on the beach, and cats on the street, but not always."""
+    usual = {"dog": "beach", "cat": "street", "horse": "field", "boy": "road", "girl": "hill"}
+    others = list(usual.values())
+    captions, trees = [], []
+    for thing, place in usual.items():
+        for number, (colour, relation) in enumerate(product(COLOURS * 2, ("on", "behind"))):
+            start = number % 8  # so that what is usual is spread over even and odd images
+            places = [*([place] * 4), *(other for other in others if other != place)]
+            places = places[start:] + places[:start]
+            for where in places:
+                captions.append([f"a {colour} {thing} {relation} the {where}"])
+                trees.append(parse_bracketed(brackets(colour, thing, relation, where), captions[-1][0]))
+    return captions, make_negatives([text for (text,) in captions], list(range(len(captions))), trees)
+
+
+def test_readers_of_a_words_length_its_place_or_its_commonness_are_right_in_half(made):
+    common = Counter(word for negative in made.negatives for word in negative.caption.split())
+    readers = {
+        "length": lambda text: len(text),
+        "first phrase": lambda text: hash(tuple(text.split()[:3])),
+        "last word": lambda text: hash(text.split()[-1]),
+        "commonness": lambda text: sum(common[word] for word in text.split()),
+    }
+    for name in ("length", "commonness"):
+        scores = [(readers[name](one.caption), readers[name](one.negative)) for one in made.negatives]
+        assert sum(true > false for true, false in scores) == sum(true < false for true, false in scores), name
+    for name in ("first phrase", "last word"):
+        told = [one for one in made.negatives if readers[name](one.caption) != readers[name](one.negative)]
+        right = sum(readers[name](one.caption) > readers[name](one.negative) for one in told)
+        assert abs(right / len(told) - 0.5) < 0.15, name
+
+
+class KnownVectors:
+    """An embedder whose images and texts are given."""
+
+    def __init__(self, images: torch.Tensor, texts: dict[str, torch.Tensor]) -> None:
+        self._images, self._texts = images, texts
+
+    def images(self, source) -> Embedded:
+        return Embedded(self._images, torch.ones(len(self._images), dtype=torch.bool), ())
+
+    def texts(self, texts) -> torch.Tensor:
+        return torch.stack([self._texts[text] for text in texts])
+
+
+def test_what_the_texts_alone_suggest_is_told_apart_from_what_the_images_say():
+    # Axes: what all images share, and dog or cat. The text tower likes "cat", and the images know what they show.
+    images = torch.tensor([[1.0, 0.2], [1.0, -0.2]])
+    texts = {"dog": torch.tensor([0.0, 1.0]), "cat": torch.tensor([0.9, -1.0])}
+    task = HardNegatives(FileImages([]), torch.tensor([0, 1]), ["dog", "cat"], ["cat", "dog"], ["obj", "obj"])
+    scored = task.score(KnownVectors(images, texts)).parts
+    assert scored[""]["acc"] == 0.5  # right about the cat, wrong about the dog
+    assert scored[""]["mean_image_acc"] == scored["obj"]["mean_image_acc"] == 0.5
+    assert scored[""]["centred_acc"] == 1
+    # A model that does not look has nothing left without the mean.
+    blind = task.score(KnownVectors(torch.tensor([[1.0, 0.0]] * 2), texts)).parts[""]
+    assert (blind["acc"], blind["centred_acc"]) == (0.5, 0)
+
+
+def test_words_that_go_together_are_told_by_other_images_captions_alone():
+    swims, sleeps = [("a", "dog", "swims")], [("a", "cat", "sleeps")]
+    rest = [("a", "man", "runs")]
+    counted = Corpus([swims, swims, sleeps, sleeps, rest, rest, rest, rest] * 20)
+    assert min(counted.coherence("dog", ["swims"], 1)) > 0 > max(counted.coherence("dog", ["sleeps"], 1))
+    alone = Corpus([swims] + [sleeps] * 60)
+    assert alone.coherence("dog", ["swims"], 0) == (0, 0)
 
 
 def test_the_same_captions_and_seed_give_the_same_negatives(made, corpus):

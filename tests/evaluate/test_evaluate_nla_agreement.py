@@ -25,10 +25,11 @@ from powerclip.evaluate.nla_agreement import (
     agreement,
     analyse,
     corpus_vectors,
+    loss_terms,
     measure_agreement,
-    pair_losses,
     random_vectors,
 )
+from powerclip.evaluate.nla_figure import losses_figure, scores_figure
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,36 @@ def test_the_mean_of_the_pair_losses_is_the_loss_that_trains():
     vectors = random_vectors(NlaStudy(pairs=8, regions=6, seed=3), 0, width=64)
     config = AlignmentConfig.named("paper", aggregation="exact", gamma=0.2)
     parts = Parts(vectors.regions.float(), vectors.nodes.float(), vectors.segments)
-    assert measure_agreement("one", [vectors]).exact.mean().item() == pytest.approx(
+    assert measure_agreement("one", [vectors]).exact["loss"].mean().item() == pytest.approx(
         alignment_loss(parts, config).loss.item(), rel=1e-4
     )
 
 
-def test_pair_losses_by_hand():
+def test_loss_terms_by_hand():
     # Of pair 0: 0.5 − 1 + 0.2 < 0 in its row, 0.9 − 1 + 0.2 in its column; of pair 1: 0.9 − 0.4 + 0.2, 0.5 − 0.4 + 0.2.
-    assert pair_losses(torch.tensor([[1.0, 0.5], [0.9, 0.4]])).tolist() == pytest.approx([0.1, 1.0])
+    rows, columns = loss_terms(torch.tensor([[1.0, 0.5], [0.9, 0.4]]))
+    assert rows.tolist() == pytest.approx([0.0, 0.7])
+    assert columns.tolist() == pytest.approx([0.1, 0.3])
+
+
+def test_each_direction_is_compared_by_itself(grid):
+    for tau, alpha in ((0.1, 0.0), (0.001, 0.75)):
+        values = grid.approximate[tau, alpha]
+        torch.testing.assert_close(values["loss"], values["rows"] + values["columns"])
+        assert len(values["t2r"]) == len(grid.exact["r2t"]) == 2 * 8 * 8
+        for name in ("t2r", "r2t", "rows", "columns", "loss"):
+            assert getattr(grid.at(tau, alpha), name) == agreement(values[name], grid.exact[name])
+
+
+def test_the_papers_two_figures_show_every_tau(grid):
+    losses, scores = losses_figure([grid]), scores_figure([grid])
+    assert [len(figure.subfigs[0].axes) for figure in (losses, scores)] == [9, 6]
+    titles = [axes.get_title() for axes in scores.subfigs[0].axes]
+    assert titles == [f"{name}, τ = {tau:g}" for name in ("NLA-T1 and T2R", "NLA-T2 and R2T") for tau in TAUS]
+    for number, panel in enumerate(scores.subfigs[0].axes):
+        assert len(panel.collections) == (1 if number < 3 else len(ALPHAS))
+        assert len(panel.collections[0].get_offsets()) == 2 * 8 * 8
+    assert [axes.get_title() for axes in losses.subfigs[0].axes[:3]] == [f"Φ(Q), τ = {tau:g}" for tau in TAUS]
 
 
 def test_agreement_of_shifted_values_has_their_order_and_a_bias():
@@ -116,7 +139,7 @@ def test_pairs_of_shards_are_studied_in_place_of_scenes(model, tmp_path):
     assert parsed.source == f"{model}, train-000.tar … train-001.tar"
     assert parsed.pairs == 12
     assert reported == ["train-000.tar … train-001.tar: 12 images, 18 captions"] * 2
-    assert not torch.equal(parsed.exact, flat.exact)  # "a wall number 7" is a phrase in one only
+    assert not torch.equal(parsed.exact["loss"], flat.exact["loss"])  # "a wall number 7" is a phrase in one only
 
 
 def test_vectors_of_shards_are_those_that_training_sees(model, tmp_path):

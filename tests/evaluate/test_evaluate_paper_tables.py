@@ -35,6 +35,8 @@ def wins(table):
 def test_printed_averages_are_those_of_the_rows_but_for_the_two_that_the_notes_list():
     wrong = []
     for table in build_tables([]):
+        if table.key == "unified":
+            continue  # has no averages
         printed = published()[table.key]
         for method in table.methods:
             given = dict(zip([*printed["columns"], *printed["averages"]], printed["rows"][method.name], strict=True))
@@ -57,6 +59,8 @@ def test_the_published_tables_have_the_papers_shape():
         "winoground": (7, 3),
         "probe": (8, 3),
         "sugarcrepe_kinds": (9, 7),
+        "ov_coco": (6, 3),
+        "unified": (3, 34),
     }
 
 
@@ -73,7 +77,8 @@ def test_a_measured_model_stands_beside_the_published_ones():
     recalls = {f"{side}_retrieval_recall@{k}": 0.9 for side in ("text", "image") for k in (1, 5, 10)}
     records = [
         result("wds/vtab/cifar10", {"acc1": 0.913, "acc5": 0.99}),
-        result("voc2007_multilabel", {"mean_average_precision": 0.7}),
+        result("wds/voc2007", {"acc1": 0.7}),
+        result("voc2007_multilabel", {"mean_average_precision": 0.6}),
         result("flickr8k", recalls, "zeroshot_retrieval"),
         result("imagenet-a", {"acc1": 0.05}),
         result("winoground", {"text_acc": 0.3, "image_acc": 0.2, "acc": 0.1}, "image_caption_selection"),
@@ -85,7 +90,7 @@ def test_a_measured_model_stands_beside_the_published_ones():
     ]
     tables = {table.key: table for table in build_tables(records)}
     ours = {key: table.methods[-1].values for key, table in tables.items()}
-    assert ours["classification"] == pytest.approx({"cifar10": 91.3, "voc2007_multilabel": 70})
+    assert ours["classification"] == pytest.approx({"cifar10": 91.3, "voc2007": 70})
     assert ours["sugarcrepe"] == pytest.approx({"obj": 70})  # of Att, only one kind of three was measured
     assert ours["winoground"] == pytest.approx({"text": 30, "image": 20, "group": 10})
     assert ours["probe"] == pytest.approx({"cifar10": 95})
@@ -152,7 +157,8 @@ def test_of_two_results_of_a_model_none_is_dropped_in_silence():
 
 def test_a_table_that_another_one_repeats_adds_no_wins():
     everything = build_tables([])
-    assert sum(1 for table in everything if not table.counted) == 1
+    # Nor does OV-COCO, which is none of the paper's 28 benchmarks.
+    assert {table.key for table in everything if not table.counted} == {"sugarcrepe_kinds", "ov_coco", "unified"}
     assert wins_line(everything).startswith("Wins in 50 columns")  # 17 + 18 + 6 + 3 + 3 + 3
 
 
@@ -162,7 +168,7 @@ def test_neighbours_of_a_group_share_a_header_where_the_format_can():
     page = render(tables, "tex")
     assert r"\multicolumn{3}{c}{MS-COCO text}" in page
     assert r"\cmidrule(lr){2-4}" in page
-    assert page.count(r"\resizebox") == 2  # the two tables that are wider than a page
+    assert page.count(r"\resizebox") == 3  # the tables that are wider than a page
     for table in page.split(r"\begin{table*}")[1:]:
         columns = len(table.split(r"\begin{tabular}{")[1].split("}")[0])
         assert {line.count("&") for line in table.splitlines() if line.endswith(r"\\") and "multi" not in line} == {

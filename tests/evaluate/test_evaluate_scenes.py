@@ -147,3 +147,15 @@ def test_grounding_on_scenes_has_phrases_for_one_object_and_for_several():
     ]
     assert len(spoken) == len(boxes)
     assert task.caption_of_phrase == task.phrases.image_of_phrase
+
+
+def test_the_regions_of_sets_are_all_objects_also_those_that_no_phrase_names():
+    task = scene_grounding(30, 32)
+    scenes = data.scene_batch(range(30), 0, "collective_test")
+    named = {image: set() for image in range(30)}
+    for image, boxes, objects in zip(
+        task.phrases.image_of_phrase, task.phrases.boxes, task.phrases.objects, strict=True
+    ):
+        assert set(objects) == {thing.box for thing in scenes[image].objects}
+        named[image] |= set(boxes)
+    assert any(named[image] < {thing.box for thing in scene.objects} for image, scene in enumerate(scenes))

@@ -176,6 +176,7 @@ def test_a_model_that_reads_only_the_first_phrase_of_a_sentence_has_50_in_swap()
     whole = grounding(*TWO_CAPTIONS).score(embedder).parts[""]
     assert [whole["swap_words"], whole["swap_words_balanced"]] == pytest.approx([0.5, 0.5])
     assert whole["pointing_words"] < 1
+    assert whole["set_f1_words_single"] < 1
 
 
 def test_balancing_weights_leave_nothing_to_a_bias_and_keep_what_is_balanced():
@@ -193,7 +194,7 @@ def test_balancing_weights_leave_nothing_to_a_bias_and_keep_what_is_balanced():
 
 def test_only_phrases_of_one_caption_whose_boxes_lie_apart_are_swapped():
     task = grounding("cup and dog", "dog and dog", "chair")
-    pairs, central = task.swap_pairs()
+    pairs, central = task.swap_pairs
     assert [[task.phrases.captions[t] for t in pair] for pair in pairs.tolist()] == [["cup and dog"] * 2]
     assert central.item() > 0  # the cup, which comes first, lies farther out
     whole = task.score(KnownFeatures(gold_query, lambda image: gold_patches(1))).parts[""]

@@ -11,11 +11,12 @@ from tiny_batches import features, tiny_batch
 from token_examples import Largest, draw
 from torch._dynamo.utils import counters
 
-from powerclip.objectives import Filip, FilipSettings, late_interaction
+from powerclip.alignment import late_interaction
+from powerclip.alignment.late_interaction import expand_lengths, group_lengths
+from powerclip.objectives import Filip, FilipSettings
 from powerclip.objectives.base import real_tokens
 from powerclip.objectives.clip import clip_loss
 from powerclip.objectives.filip import filip_loss
-from powerclip.objectives.late_interaction import expand_lengths, group_lengths
 
 
 def literal(v, t, real):

@@ -26,6 +26,7 @@ TOWERS = (
     # Some gradients are zero but for rounding: Adam must not make an update of them.
     "optim.eps=1e-3",
 )
+MOSAICS = ("alignment.mosaics=1.0", "train.batch_size=16")  # two ranks, two parts, four images in a mosaic
 # Every objective, and every way in which PowerCLIP's can be contrasted.
 CASES: dict[str, Sequence[str]] = {
     "clip": ("objective=clip",),
@@ -50,6 +51,11 @@ CASES: dict[str, Sequence[str]] = {
     "powerclip_exact": ("alignment.aggregation=exact",),
     "powerclip_centred_images": ("alignment.centre=image",),
     "powerclip_single_tokens": ("alignment.parse_trees=false",),
+    "powerclip_mosaics": (*MOSAICS, "alignment.mosaic_texts=both", "alignment.mosaic_sets=0.5"),
+    "powerclip_mosaics_patches": (
+        *(*MOSAICS, "alignment.mosaic_pool=patches", "alignment.mosaic_among=own"),
+        *("alignment.mosaic_texts=alone", "alignment.projection=separate"),
+    ),
 }
 SHARDED_RUN = ("train.sharding=full", "evaluation.scenes=true")
 
@@ -70,15 +76,16 @@ def look(folder: Path, ranks: Ranks, overrides: Sequence[str]) -> dict[str, Tens
     return {**found, "norm": clip_gradients(parameters, 0.1), "clipped norm": clip_gradients(parameters, None)}
 
 
-_MADE: dict[Ranks, list[Batch]] = {}
+_MADE: dict[tuple[Ranks, int], list[Batch]] = {}
 
 
 def batches(state: TrainState, recipe: Recipe) -> list[Batch]:
-    """The first two of a run; all cases have the same."""
-    if state.ranks not in _MADE:
+    """The first two of a run; all cases of one batch size have the same."""
+    key = (state.ranks, recipe.train.batch_size)
+    if key not in _MADE:
         loader = make_loader(recipe, state.encoder, ranks=state.ranks)
-        _MADE[state.ranks] = [loader.batch(0), loader.batch(1)]
-    return _MADE[state.ranks]
+        _MADE[key] = [loader.batch(0), loader.batch(1)]
+    return _MADE[key]
 
 
 def trained(state: TrainState) -> list[tuple[str, Any]]:

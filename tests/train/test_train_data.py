@@ -16,6 +16,7 @@ from powerclip.data.scene_loader import SceneLoader
 from powerclip.errors import UserError
 from powerclip.train.data import kept_size, make_loader
 from powerclip.train.data_cache import DataCache
+from powerclip.train.inputs import check_inputs
 from powerclip.train.loop import train
 from powerclip.train.metrics import read_metrics
 from powerclip.train.results import read_results
@@ -121,6 +122,25 @@ def test_a_corpus_reads_the_trees_beside_its_shards_and_says_so(tmp_path, mini_c
     assert "trees of the sidecars beside the data" in capsys.readouterr().out.replace("\n", " ")
     nodes = [list(read_metrics(run.folder.metrics))[-1]["batch/nodes"] for run in (flat, parsed)]
     assert nodes[0] == 1 < nodes[1]
+
+
+def test_a_corpus_may_lie_in_several_folders_with_its_trees_in_another(tmp_path, mini_corpus, monkeypatch):
+    monkeypatch.setenv("POWERCLIP_DATA", str(tmp_path))
+    folders, sidecars = [tmp_path / "one", tmp_path / "two"], tmp_path / "sidecars"
+    for folder, shard in zip(folders, sorted(mini_corpus.glob("train-*.tar")), strict=True):
+        folder.mkdir()
+        shutil.copy(shard, folder)
+        TreeAnnotator(load_parser("embedded", "cpu"), sidecars).annotate(str(shard))
+    settings = ["data.source=corpus", "data.shards='${POWERCLIP_DATA}/{one/train-*,two/*}.tar'", "data.crop=1"]
+    recipe = tiny(tmp_path, *settings, f"data.sidecars={sidecars}")
+    loader = make_loader(recipe, start(recipe).encoder)
+    assert isinstance(loader, CorpusLoader)
+    assert len(loader.corpus.keys) == 12
+    phrases = loader.batch(0).phrases
+    assert phrases is not None
+    assert phrases.max_nodes > 1  # parsed: captions have more than one phrase
+    with pytest.raises(UserError, match=r"data\.shards: no file .*two/train-002\.tar"):
+        check_inputs(tiny(tmp_path, "data.source=corpus", f"data.shards='{tmp_path}/two/train-{{001..002}}.tar'"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from powerclip.evaluate import embedder
 from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.images import TarImages
 from powerclip.evaluate.readers import read_path
-from powerclip.evaluate.runner import evaluate_model
+from powerclip.evaluate.runner import evaluate_model, read_records
 from powerclip.train.evaluation import describe
 from powerclip.train.loop import train
 from powerclip.train.recipe import load_recipe
@@ -114,6 +114,41 @@ def test_two_ranks_score_what_one_does_to_the_last_digit(folder, tmp_path):
     two = spawn_ranks(2, run_whole, tmp_path / "two", tmp_path / "two" / "run", None, *overrides)
     assert two == [one, one]
     assert {name.split("/")[0] for name in one} == {"retrieval", "scenes"}
+
+
+def test_a_run_on_collective_scenes_is_measured_on_sets_as_evaluate_does(tmp_path):
+    tiny = write_tiny(tmp_path)
+    recipe = load_recipe(tiny, ["data.collective=true", "data.workers=2", "train.steps=2", "evaluation.scenes=20"])
+    assert recipe.data.collective == 1.0
+    scores = train(recipe, tmp_path / "run", quiet=True).results.scores
+    evaluate_model(str(tmp_path / "run" / "model"), [], scenes=20, output=tmp_path / "results", quiet=True)
+    [record] = read_records(tmp_path / "results" / "scenes_grounding.json")
+    measured = {name: value for name, value in record["metrics"].items() if value is not None}
+    assert {f"scenes/grounding/{name}": value for name, value in measured.items()}.items() <= scores.items()
+    assert "set_f1_words_several" in measured
+    assert not any(
+        "grounding" in name
+        for name in train(
+            load_recipe(tiny, ["train.steps=1", "evaluation.scenes=10"]), tmp_path / "other", quiet=True
+        ).results.scores
+    )
+
+
+def test_zero_shot_classification_is_measured_on_the_way_as_evaluate_measures_it(tmp_path):
+    animals = tmp_path / "animals"
+    for number, name in enumerate(("bear", "dog", "goat")):
+        (animals / name).mkdir(parents=True)
+        for side in (16, 24):
+            Image.new("RGB", (side, side), (80 * number, side, 255 - 80 * number)).save(animals / name / f"{side}.png")
+    overrides = ["evaluation.classification=" + str(animals), "train.evaluate_every=2", "train.steps=4"]
+    result = train(load_recipe(write_tiny(tmp_path), overrides), tmp_path / "run", quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "evaluate/classification/acc1" in row] == [2, 4]
+    done = evaluate_model(str(tmp_path / "run"), [animals], output=tmp_path / "out", device="cpu", quiet=True)
+    assert result.results.scores["classification/acc1"] == done.results["animals"][0]["metrics"]["acc1"]
+    pairs = load_recipe(write_tiny(tmp_path), [f"evaluation.classification={wide_shard(tmp_path / 'pairs.tar', 4, 0)}"])
+    with pytest.raises(UserError, match=r"evaluation\.classification: .* holds no images with classes"):
+        train(pairs, tmp_path / "no", quiet=True)
 
 
 def test_damaged_images_show_before_anything_is_written(tmp_path):

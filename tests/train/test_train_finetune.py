@@ -69,6 +69,48 @@ def test_frozen_parameters_have_no_gradient_no_optimiser_state_and_no_graph(tmp_
 
 
 @pytest.mark.parametrize(
+    ("parts", "drawn"),
+    [
+        ("image", ("visual.",)),
+        (
+            "text,heads",
+            ("token_embedding", "positional_embedding", "transformer.", "ln_final", "text_projection", "visual.proj"),
+        ),
+        ("heads", ("visual.proj", "text_projection")),
+        ("image,text", ("",)),
+    ],
+)
+def test_what_is_drawn_anew_is_what_the_seed_draws_and_the_rest_is_pretrained(tmp_path, parts, drawn):
+    train(tiny(tmp_path, "train.steps=1", "train.seed=5"), tmp_path / "first", quiet=True)
+    pretrained = weights(tmp_path / "first")
+    scratch = start(tiny(tmp_path, "train.seed=3")).encoder.clip.state_dict()
+    recipe = tiny(
+        tmp_path, "model.config=null", f"model.pretrained={tmp_path}/first", f"model.redraw='{parts}'", "train.seed=3"
+    )
+    state = start(recipe).encoder.clip.state_dict()
+    for name, value in state.items():
+        if name != "logit_scale":
+            assert torch.equal(value, (scratch if name.startswith(drawn) else pretrained)[name]), name
+    assert torch.equal(state["logit_scale"], pretrained["logit_scale"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["model.redraw=text"], "model.redraw is for pretrained weights"),
+        (
+            ["model.redraw=words", "model.pretrained=x"],
+            "must name parts, such as text, heads or image,text, not 'words'",
+        ),
+        (["model.redraw=''", "model.pretrained=x"], "must name parts"),
+    ],
+)
+def test_what_cannot_be_drawn_anew_is_refused(tmp_path, overrides, complaint):
+    with pytest.raises(UserError, match=complaint):
+        tiny(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
     ("freeze", "complaint"),
     [
         ("vision", "must name towers and depths"),
@@ -163,6 +205,13 @@ def test_a_run_with_adapters_resumes_bit_equal(tmp_path):
     train(recipe, tmp_path / "run", quiet=True, resume=True)
     train(recipe, tmp_path / "whole", quiet=True)
     assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_with_adapters_goes_on_after_a_checkpoint(tmp_path):
+    train(lora(tmp_path, "train.checkpoint_every=1", "train.keep=9"), tmp_path / "run", quiet=True)
+    train(lora(tmp_path, "train.checkpoint_every=0"), tmp_path / "without", quiet=True)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) > 1
+    assert same_weights(tmp_path / "run", tmp_path / "without")
 
 
 @pytest.mark.parametrize("overrides", [["train.layer_decay=0.9"], ["train.sharding=full"], ["train.lora=-1"]])

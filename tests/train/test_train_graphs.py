@@ -8,7 +8,7 @@ from tiny_run import tiny, weights
 
 from powerclip.train.loop import train
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("objective", ["clip", "powerclip", "a_clip"])

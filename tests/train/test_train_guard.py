@@ -18,7 +18,7 @@ from powerclip.train.metrics import read_metrics
 from powerclip.train.state import TrainState
 
 BAD = [math.nan, math.inf, -math.inf]
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def model(device: str = "cpu") -> nn.Linear:

@@ -9,7 +9,7 @@ import torch
 from tiny_run import tiny
 
 from powerclip.train.optimizer import learning_rate
-from powerclip.train.recipe import OptimSection
+from powerclip.train.sections import OptimSection
 from powerclip.train.state import start
 
 

@@ -126,10 +126,8 @@ def test_sharded_towers_give_the_loss_and_the_gradients_of_whole_ones(two_ranks,
         assert_same(two_ranks[0][0][way][case], one(case))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_messages_of_one_rank_to_itself_change_nothing(tmp_path, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("nccl needs a GPU")
     cases = SHARDED if device == "cpu" else tuple(CASES)
     for number, overrides in enumerate([(), ("train.accumulate=2",), ("train.sharding=full",)]):
         (found,) = spawn_ranks(1, look_over, tmp_path / f"{number}", device, cases, *overrides)
@@ -146,7 +144,7 @@ def test_activations_that_are_computed_again_change_nothing(tmp_path, one, case)
     assert_same(alone(tmp_path, case, "train.checkpoint_activations=true"), one(case))
 
 
-@pytest.mark.parametrize("case", ["clip", "a_clip", "clip_pgs"])
+@pytest.mark.parametrize("case", ["clip", "a_clip", "clip_pgs", "powerclip_mosaics"])
 def test_plans_and_towers_compile_as_one_graph_each(tmp_path, case):
     recipe = tiny(tmp_path, *TOWERS, *CASES[case])
     state = start(recipe)

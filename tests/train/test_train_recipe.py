@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from powerclip.alignment.config import AlignmentConfig
 from powerclip.errors import UserError
 from powerclip.objectives import OBJECTIVES
 from powerclip.train.recipe import differences, dump, find_recipe, load_recipe, parse_recipe, shipped_recipes
@@ -180,6 +181,10 @@ def test_the_cc12m_recipes_are_the_papers_run_and_differ_in_their_method_alone()
         assert changed <= {"objective", "objective_settings", "regions", "alignment"}, name
     assert differences(methods["powerclip_r"], methods["powerclip_s"]) == ["regions.kind: random → segments"]
     assert load_recipe("powerclip_r_b16_cc12m") == methods["powerclip_r"]
+    for variant in ("powerclip_r", "powerclip_s"):
+        assert methods[f"{variant}_paper"].alignment == AlignmentConfig.named("paper")
+        assert methods[variant].alignment == AlignmentConfig(largest_set=0)
+    assert methods["filip_paper"].objective_settings["global_weight"] == 0
 
 
 def test_the_fine_tuning_recipe_takes_any_model_and_weights():

@@ -11,15 +11,22 @@ import torch
 from tiny_run import tiny
 from torch._dynamo.testing import CompileCounter
 
+from powerclip.errors import UserError
 from powerclip.runtime.compile import compile_shapes
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train import loop as training
 from powerclip.train import towers
 from powerclip.train.data import make_loader
-from powerclip.train.recipe import TrainSection
+from powerclip.train.loop import train
+from powerclip.train.metrics import read_metrics
+from powerclip.train.sections import TrainSection
 from powerclip.train.state import start
 from powerclip.train.towers import Towers, compiled, in_bf16, is_compiled, make_towers
 
+# Widths that float8 takes.
+FITTING = [f"model.config.{part}_cfg.width=32" for part in ("vision", "text")] + [
+    "model.config.vision_cfg.head_width=16"
+]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -32,6 +39,7 @@ def test_by_default_a_gpu_gets_bf16_and_a_compiler_and_a_cpu_neither():
 def test_what_a_recipe_says_holds_on_any_device():
     for device in (CPU, GPU):
         assert in_bf16(TrainSection(precision="bf16"), device)
+        assert in_bf16(TrainSection(precision="fp8"), device)
         assert not in_bf16(TrainSection(precision="float32"), device)
         assert is_compiled(TrainSection(compile="always"), device)
         assert not is_compiled(TrainSection(compile="never"), device)
@@ -64,6 +72,24 @@ def test_features_come_in_the_precision_of_the_recipe(tmp_path, precision, dtype
     state = start(recipe)
     batch = make_loader(recipe, state.encoder).batch(0)
     assert state.towers(batch.images, batch.tokens).patches.dtype == dtype
+
+
+def test_float8_is_refused_where_it_cannot_run(tmp_path):
+    with pytest.raises(UserError, match=r"train.precision: fp8 needs an NVIDIA GPU, and this runs on cpu"):
+        start(tiny(tmp_path, "train.precision=fp8", "train.device=cpu"))
+    with pytest.raises(UserError, match=r"train.precision: fp8 does not go with train.lora"):
+        tiny(tmp_path, "train.precision=fp8", "train.lora=4")
+
+
+@pytest.mark.gpu
+def test_a_run_in_float8_learns_as_one_in_bf16(tmp_path):
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        recipe = tiny(tmp_path, "train.device=cuda", f"train.precision={precision}", "train.steps=30", *FITTING)
+        train(recipe, tmp_path / precision, quiet=True)
+        losses[precision] = read_metrics(tmp_path / precision / "metrics.jsonl")[-1]["loss"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.1)
+    assert losses["fp8"] != losses["bf16"]
 
 
 @pytest.fixture

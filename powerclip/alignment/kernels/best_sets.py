@@ -1,9 +1,9 @@
 """Each node's best set of regions by cosine (T2R), in Triton: the cosine of the best of 2^M sets, and which it is.
 
-A thread owns one image and one caption, as in `exact_all.py`. It keeps the inverse lengths of 2^6 sets in registers and
-goes through the caption's nodes: a set costs an addition, a multiplication and a maximum. The best cosine of each node
-so far, and among which 2^6 sets it was found, are in memory. Which of those it is, is looked up at the end: 2^6 sets of
-2^M.
+A thread owns one image and one caption, as in `exact_all.py`. It goes through the caption's nodes by twos, and for both
+through all sets, 2^6 of them and their inverse lengths in registers at a time: a set costs an addition, a
+multiplication and a maximum. It remembers among which 2^6 sets the best one was found; which of those it is, is looked
+up at the end.
 
 Axes: T nodes of all captions · B images · M regions · S captions
 """
@@ -80,39 +80,81 @@ def _best_sets(
     image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     valid = image < images
     first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
-    nothing = tl.zeros((TILE_B,), tl.float32)
-    for high in range(1 << (M - LOW - MIDDLE)):
-        at = inverse + (high << (LOW + MIDDLE)) * images + image
-        length = load_sets(at, images, valid, LOW)
-        length_one = length
-        if MIDDLE == 1:
-            length_one = load_sets(at + (images << LOW), images, valid, LOW)
-        for node in range(first, end):
-            row, to = q + node * M * images + image, node * images + image
-            sums = set_sums(row, images, valid, 1.0, high, nothing, M, LOW, MIDDLE, -1)
-            cosines = sums * length
+    for node in range(first, end, 2):
+        # The last node of an odd number is gone through twice.
+        other = tl.minimum(node + 1, end - 1)
+        row, other_row = q + node * M * images + image, q + other * M * images + image
+        cosine, other_cosine = (
+            tl.full((TILE_B,), -float("inf"), tl.float32),
+            tl.full((TILE_B,), -float("inf"), tl.float32),
+        )
+        where, other_where = tl.zeros((TILE_B,), tl.int32), tl.zeros((TILE_B,), tl.int32)
+        for high in range(1 << (M - LOW - MIDDLE)):
+            at = inverse + (high << (LOW + MIDDLE)) * images + image
+            length = load_sets(at, images, valid, LOW)
+            length_one = length
             if MIDDLE == 1:
-                one, _ = middle_sums(row, images, valid, 1.0, LOW, MIDDLE, -1, TILE_B)
-                cosines = tl.maximum(cosines, (sums + one) * length_one)
-            value = max_over_sets(cosines, LOW)
-            before = tl.load(best + to, mask=valid & (high > 0), other=-float("inf"))
-            is_better = valid & ((value > before) | (high == 0))
-            tl.store(best + to, value, mask=is_better)
-            tl.store(numbers + to, tl.zeros((TILE_B,), tl.int32) + high, mask=is_better)
-        tl.debug_barrier()  # another thread may read what this one has written
-    for node in range(first, end):
-        row, to = q + node * M * images + image, node * images + image
-        highest = beside_sets(tl.load(best + to, mask=valid, other=0.0), LOW)
-        where = tl.load(numbers + to, mask=valid, other=0)
-        tl.debug_barrier()  # all have read before one writes
-        found_sums = set_sums(row, images, valid, 1.0, where, nothing, M, LOW, MIDDLE, -1)
-        number = set_numbers(where, LOW, MIDDLE, TILE_B)
-        own = inverse + (where << (LOW + MIDDLE)) * images + image
-        # The lowest number of those with the best cosine; the same operations give the same bits.
-        found = tl.where(found_sums * load_sets(own, images, valid, LOW) == highest, number, 1 << M)
-        if MIDDLE == 1:
-            one, _ = middle_sums(row, images, valid, 1.0, LOW, MIDDLE, -1, TILE_B)
-            is_best = (found_sums + one) * load_sets(own + (images << LOW), images, valid, LOW) == highest
-            found = tl.minimum(found, tl.where(is_best, number + (1 << LOW), 1 << M))
-        lowest = -max_over_sets(-found, LOW)
-        tl.store(numbers + to, tl.where(lowest < (1 << M), lowest, 0), mask=valid)
+                length_one = load_sets(at + (images << LOW), images, valid, LOW)
+            highest = _highest(row, length, length_one, images, valid, high, M, LOW, MIDDLE, TILE_B)
+            where = tl.where(highest > cosine, high, where)
+            cosine = tl.maximum(highest, cosine)
+            highest = _highest(other_row, length, length_one, images, valid, high, M, LOW, MIDDLE, TILE_B)
+            other_where = tl.where(highest > other_cosine, high, other_where)
+            other_cosine = tl.maximum(highest, other_cosine)
+        number = _number(row, inverse, cosine, where, image, images, valid, M, LOW, MIDDLE, TILE_B)
+        tl.store(best + node * images + image, cosine, mask=valid)
+        tl.store(numbers + node * images + image, number, mask=valid)
+        number = _number(other_row, inverse, other_cosine, other_where, image, images, valid, M, LOW, MIDDLE, TILE_B)
+        tl.store(best + other * images + image, other_cosine, mask=valid)
+        tl.store(numbers + other * images + image, number, mask=valid)
+
+
+@triton.jit
+def _highest(
+    row,
+    length,
+    length_one,
+    images,
+    valid,
+    high,
+    M: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
+    """The highest cosine [B] of one node among the sets that `high` is joined with."""
+    sums = set_sums(row, images, valid, 1.0, high, tl.zeros((TILE_B,), tl.float32), M, LOW, MIDDLE, -1)
+    cosines = sums * length
+    if MIDDLE == 1:
+        one, _ = middle_sums(row, images, valid, 1.0, LOW, MIDDLE, -1, TILE_B)
+        cosines = tl.maximum(cosines, (sums + one) * length_one)
+    return max_over_sets(cosines, LOW)
+
+
+@triton.jit
+def _number(
+    row,
+    inverse,
+    cosine,
+    where,
+    image,
+    images,
+    valid,
+    M: tl.constexpr,
+    LOW: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    TILE_B: tl.constexpr,
+):
+    """The number [B] of the set with this cosine, the lowest if there are several, among those joined with `where`."""
+    highest = beside_sets(cosine, LOW)
+    sums = set_sums(row, images, valid, 1.0, where, tl.zeros((TILE_B,), tl.float32), M, LOW, MIDDLE, -1)
+    number = set_numbers(where, LOW, MIDDLE, TILE_B)
+    at = inverse + (where << (LOW + MIDDLE)) * images + image
+    # The same operations give the same bits.
+    found = tl.where(sums * load_sets(at, images, valid, LOW) == highest, number, 1 << M)
+    if MIDDLE == 1:
+        one, _ = middle_sums(row, images, valid, 1.0, LOW, MIDDLE, -1, TILE_B)
+        is_best = (sums + one) * load_sets(at + (images << LOW), images, valid, LOW) == highest
+        found = tl.minimum(found, tl.where(is_best, number + (1 << LOW), 1 << M))
+    lowest = -max_over_sets(-found, LOW)
+    return tl.where(lowest < (1 << M), lowest, 0)

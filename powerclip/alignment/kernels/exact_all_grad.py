@@ -1,4 +1,4 @@
-"""The gradient of all exact scores in Triton: which node wins each set, and the winners counted by tensor cores.
+"""The gradient of all exact scores in Triton: which node wins each set, and how many sets each wins.
 
 R2T of a pair is the mean over sets A of max_t Σ_{m ∈ A} q_tm. So its derivative by q_tm is 2^−M times the number of
 sets that hold m and that node t wins. Nothing is kept from the forward; a block of images is differentiated in two
@@ -8,14 +8,15 @@ passes.
    from the caption's last one, so that the maximum brings the winner with it and the first of tied nodes wins. Values
    have 30 bits less those of the longest caption's nodes: 25 at 32 nodes, one more than float32's. Four winners are a
    word.
-2. `_similarity_gradients` counts: a product of the members of the sets, M × 2^M zeros and ones, with the sets that a
-   node wins, 2^M × images. Both are exact in float16, and so are counts up to 2^24 in float32. With T2R's derivative,
-   a closed form, it writes the gradient of q as two float16 numbers, which `matmul.py` multiplies back.
+2. `_similarity_gradients` counts the sets that a node wins, for each region that they hold (`wins.py`): a few
+   instructions for four sets. A product of zeros and ones on tensor cores would need none for the sums, but more to
+   bring winners into its layout than this takes for all. With T2R's derivative, a closed form, it writes the gradient
+   of q as two float16 numbers, which `matmul.py` multiplies back.
 
-By cosine a set counts with its inverse length, as two float16 numbers again, and the best sets of `best_sets.py`
-replace T2R's closed form. The lengths have a gradient too: a set's is the sum over captions of the best node's sum,
-each program adding a slab of them, and over nodes whose best set it is. The latter are added as whole numbers, whose
-order does not matter: two runs give the same bits.
+By cosine a set counts with its inverse length, and the best sets of `best_sets.py` replace T2R's closed form. The
+lengths have a gradient too: a set's is the sum over captions of the best node's sum, each program adding a slab of
+them, and over nodes whose best set it is. The latter are added as whole numbers, whose order does not matter: two runs
+give the same bits.
 
 Pairs whose score has no gradient are passed over where a tile of images has no other.
 
@@ -38,7 +39,17 @@ from powerclip.alignment.backends import KernelSettings
 from powerclip.alignment.config import AlignmentConfig
 from powerclip.alignment.kernels.best_sets import best_sets
 from powerclip.alignment.kernels.exact_all import exact_all, largest_sum
-from powerclip.alignment.kernels.set_sums import beside_sets, larger, middle_sums, set_sums, store_sets
+from powerclip.alignment.kernels.set_sums import (
+    beside_sets,
+    larger,
+    load_sets,
+    max_over_sets,
+    middle_sums,
+    set_sums,
+    store_sets,
+    sum_over_sets,
+)
+from powerclip.alignment.kernels.wins import lengths_won, sets_won
 from powerclip.alignment.matmul import by_region, halves, input_gradients, similarities
 from powerclip.alignment.ragged import Segments
 from powerclip.alignment.recompute import ScoreImpl, recompute, whole_tiles
@@ -49,12 +60,9 @@ from powerclip.alignment.regions import inverse_set_lengths
 LOW_REGIONS, MIDDLE_REGIONS, MIDDLE_WITH_LENGTHS = 5, 2, 1
 TILE_IMAGES, WARPS = 128, 4  # one image for each thread
 SLAB = 64  # captions whose gradients of the lengths one program adds; the sums of a chunk are 16 MB
-MOST_NODES = 256  # of a caption: a winner is a byte
-# Columns of the counting product are SLOTS nodes × 32 images. For 16 × 128 counts, 16 × 128 words, and four times as
-# many winners on their way to the tensor cores a thread has 166 registers, as ptxas counts for sm_90. Twice the words
-# spill; so do lengths, in two halves, for more than two nodes at a time. The winners of a caption are read once for
-# every SLOTS nodes.
-COUNTED_IMAGES, SLOTS, SLOTS_WITH_LENGTHS, TILE_WORDS = 32, 4, 2, 16
+MOST_NODES = 127  # of a caption: a winner is a byte, whose highest bit has to be free
+# The nodes whose sets are counted at a time: the winners of a caption are read once for all of them.
+SLOTS, SLOTS_WITH_LENGTHS = 4, 2
 BLOCK_ELEMENTS = 2**27  # most similarities, or gradients of them, at a time: 512 MB
 WINNER_BYTES = 2**28  # of one chunk of captions
 
@@ -121,7 +129,7 @@ def _gradient_block(
         of_scores=(gradient.float() / largest).T.contiguous(),
         inverse=None if inverse is None else inverse.detach().contiguous(),
         best=best,
-        unit=2.0 ** (30 - bits) / largest_sum(regions, nodes),
+        unit=2.0**30 / largest_sum(regions, nodes),
         bits=bits,
         settings=KernelSettings.of(config, count),
     )
@@ -174,7 +182,7 @@ def _write_gradients(block: _Block, segments: Segments, config: AlignmentConfig,
             )
             if block.inverse is not None:
                 of_inverse += sums.sum(0)
-        _similarity_gradients[(end - begin, triton.cdiv(images, COUNTED_IMAGES))](
+        _similarity_gradients[(end - begin, triton.cdiv(images, TILE_IMAGES))](
             block.q,
             offsets,
             block.of_scores,
@@ -188,9 +196,9 @@ def _write_gradients(block: _Block, segments: Segments, config: AlignmentConfig,
             block.set_unit,
             **block.settings.switches,
             **sets,
-            TILE_M=16,
-            TILE_W=TILE_WORDS,
-            TILE_B=COUNTED_IMAGES,
+            IMAGES=images if images % TILE_IMAGES == 0 else 0,
+            FUSED=block.q.is_cuda,
+            TILE_B=TILE_IMAGES,
             SLOTS=SLOTS if block.inverse is None else SLOTS_WITH_LENGTHS,
             num_warps=WARPS,
         )
@@ -242,7 +250,7 @@ def _winners(
     valid = image < images
     one_unit = tl.load(unit)
     LAST: tl.constexpr = (1 << BITS) - 1
-    last = tl.full((TILE_B,), LAST, tl.int32)
+    nothing = tl.zeros((TILE_B,), tl.int32)
     none = tl.zeros((TILE_B,), tl.float32)
     for _ in tl.static_range(LOW):
         none = tl.join(none, none)
@@ -253,20 +261,22 @@ def _winners(
         if tl.max(tl.abs(of_score), 0) > 0.0:
             first, end = tl.load(offsets + caption), tl.load(offsets + caption + 1)
             row = q + first * M * images + image
-            sums = set_sums(row, images, valid, one_unit, high, last, M, LOW, MIDDLE, BITS)
+            sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
             one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
-            best, best_one, best_two, best_both = sums, sums + one, sums + two, sums + (one + two)
+            # The node's number is added last, in the instruction that adds a middle set and takes the maximum.
+            best, best_one = sums + LAST, sums + (one + LAST)
+            best_two, best_both = sums + (two + LAST), sums + (one + two + LAST)
             for node in range(first + 1, end):
                 row = q + node * M * images + image
-                named = last - (node - first).to(tl.int32)
-                sums = set_sums(row, images, valid, one_unit, high, named, M, LOW, MIDDLE, BITS)
+                named = LAST - (node - first).to(tl.int32)
+                sums = set_sums(row, images, valid, one_unit, high, nothing, M, LOW, MIDDLE, BITS)
                 one, two = middle_sums(row, images, valid, one_unit, LOW, MIDDLE, BITS, TILE_B)
-                best = tl.maximum(best, sums)
+                best = larger(sums, beside_sets(nothing + named, LOW), best, FUSED)
                 if MIDDLE >= 1:
-                    best_one = larger(sums, one, best_one, FUSED)
+                    best_one = larger(sums, one + named, best_one, FUSED)
                 if MIDDLE == 2:
-                    best_two = larger(sums, two, best_two, FUSED)
-                    best_both = larger(sums, one + two, best_both, FUSED)
+                    best_two = larger(sums, two + named, best_two, FUSED)
+                    best_both = larger(sums, one + two + named, best_both, FUSED)
             together = LAST - (best & LAST)
             if MIDDLE >= 1:
                 together |= (LAST - (best_one & LAST)) << 8
@@ -277,9 +287,9 @@ def _winners(
             store_sets(winners + word * images + image, together, images, valid, LOW)
             if LENGTHS:
                 weight = beside_sets(of_score, LOW)
-                of_length += weight * (best >> BITS).to(tl.float32)
+                of_length += weight * (best - (best & LAST)).to(tl.float32)
                 if MIDDLE == 1:
-                    of_length_one += weight * (best_one >> BITS).to(tl.float32)
+                    of_length_one += weight * (best_one - (best_one & LAST)).to(tl.float32)
     if LENGTHS:
         to = of_inverse + ((slab << M) + (high << (LOW + MIDDLE))) * images + image
         store_sets(to, of_length * (set_unit / one_unit), images, valid, LOW)
@@ -308,72 +318,116 @@ def _similarity_gradients(
     LOW: tl.constexpr,
     MIDDLE: tl.constexpr,
     LENGTHS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_W: tl.constexpr,
+    IMAGES: tl.constexpr,
+    FUSED: tl.constexpr,
     TILE_B: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    WORDS: tl.constexpr = 1 << (M - MIDDLE)
+    if IMAGES:  # known to the compiler where it is round, as in training
+        images = IMAGES
+    HIGHS: tl.constexpr = 1 << (M - LOW - MIDDLE)
     caption = tl.program_id(0).to(tl.int64)
-    # Columns: the images of a tile, for one node after the other.
-    column = tl.arange(0, SLOTS * TILE_B)
-    image = tl.program_id(1) * TILE_B + column % TILE_B
+    image = tl.program_id(1) * TILE_B + tl.arange(0, TILE_B)
     valid = image < images
     first, end = tl.load(offsets + begin + caption), tl.load(offsets + begin + caption + 1)
     of_score = tl.load(of_scores + (begin + caption) * images + image, mask=valid, other=0.0)
     is_weighted = tl.max(tl.abs(of_score), 0) > 0.0
-    region = tl.arange(0, TILE_M)[:, None]
-    is_region = region < M
+    at_winners = winners + ((caption << (M - MIDDLE)) * images + image)
+    none = tl.zeros((TILE_B,), tl.float32 if LENGTHS else tl.int32)
+    for _ in tl.static_range(4):
+        none = tl.join(none, none)
     for some in range(first, end, SLOTS):
-        node = some + column // TILE_B
-        real = valid & (node < end)
-        gradient = tl.zeros((TILE_M, SLOTS * TILE_B), tl.float32)
-        if is_weighted:
-            if R2T:
-                wanted = tl.where(real, (node - first).to(tl.int32), 256)[None, :]
-                for start in range(0, WORDS, TILE_W):
-                    at = start + tl.arange(0, TILE_W)
-                    there = (at < WORDS)[:, None] & valid[None, :]
-                    word = tl.load(winners + (caption * WORDS + at)[:, None] * images + image[None, :], there, other=0)
-                    for part in tl.static_range(1 << MIDDLE):
-                        # Words are numbered by the lowest and the highest regions of their sets.
-                        number = (at & ((1 << LOW) - 1)) | (part << LOW) | ((at >> LOW) << (LOW + MIDDLE))
-                        member = ((number[None, :] >> region) & 1).to(tl.float16)
-                        won = there & (((word.to(tl.int32) >> (8 * part)) & 255) == wanted)
-                        if LENGTHS:
-                            length = tl.load(inverse + number[:, None] * images + image[None, :], won, other=0.0)
-                            rounded = length.to(tl.float16)
-                            gradient = tl.dot(member, rounded, gradient)
-                            lost = (length - rounded.to(tl.float32)).to(tl.float16)
-                            gradient = tl.dot(member, lost, gradient)
-                        else:
-                            gradient = tl.dot(member, won.to(tl.float16), gradient)
-                gradient *= (set_unit * of_score)[None, :]
+        name = (some - first).to(tl.int32)
+        won, won_b, won_c, won_d = none, none, none, none
+        if R2T and is_weighted:
+            for high in range(HIGHS):
+                words = load_sets(at_winners + (high << LOW) * images, images, valid, LOW).to(tl.int32)
+                if LENGTHS:
+                    at = inverse + (high << (LOW + MIDDLE)) * images + image
+                    length = load_sets(at, images, valid, LOW)
+                    length_one = length
+                    if MIDDLE == 1:
+                        length_one = load_sets(at + (images << LOW), images, valid, LOW)
+                    won += lengths_won(words, length, length_one, name, high, M, LOW, MIDDLE, TILE_B)
+                    if SLOTS > 1:
+                        won_b += lengths_won(words, length, length_one, name + 1, high, M, LOW, MIDDLE, TILE_B)
+                else:
+                    if MIDDLE < 2:
+                        # The bytes that are not there name a node that no caption has.
+                        words = (words & ((1 << (8 << MIDDLE)) - 1)) | (0x7F7F7F7F << (8 << MIDDLE) & 0x7F7F7F7F)
+                    won += sets_won(words, name, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                    if SLOTS > 1:
+                        won_b += sets_won(words, name + 1, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                    if SLOTS > 2:
+                        won_c += sets_won(words, name + 2, high, M, LOW, MIDDLE, TILE_B, FUSED)
+                        won_d += sets_won(words, name + 3, high, M, LOW, MIDDLE, TILE_B, FUSED)
+        for slot in tl.static_range(SLOTS):
+            node = some + slot
+            real = valid & (tl.zeros((TILE_B,), tl.int32) + name + slot < (end - first).to(tl.int32))
+            of_node = (won if slot == 0 else won_b) if slot < 2 else (won_c if slot == 2 else won_d)
+            gradient = of_node.to(tl.float32) * beside_sets(set_unit * of_score, 4)
             if T2R:
                 of_best = of_score * t2r_unit / (end - first).to(tl.float32)
                 if LENGTHS:
                     number = tl.load(best_sets + node * images + image, mask=real, other=0)
-                    length = tl.load(inverse + number * images + image, mask=real, other=0.0)
-                    gradient += ((number[None, :] >> region) & 1).to(tl.float32) * (of_best * length)[None, :]
+                    length_of_best = tl.load(inverse + number * images + image, mask=real, other=0.0)
+                    slope = _members(number, 0, 4).to(tl.float32) * beside_sets(length_of_best, 4)
                 else:
-                    there = is_region & real[None, :]
-                    value = tl.load(
-                        q + (node * M)[None, :] * images + region * images + image[None, :], there, other=0.0
-                    )
-                    gradient += _best_set_slope(value, is_region, EMPTY, SINGLE) * of_best[None, :]
-        rounded = gradient.to(tl.float16)
-        to = of_q + (2 * node * M)[None, :] * images + region * images + image[None, :]
-        tl.store(to, rounded, mask=is_region & real[None, :])
-        lost = (gradient - rounded.to(tl.float32)).to(tl.float16)
-        tl.store(to + M * images, lost, mask=is_region & real[None, :])
+                    value = _load_regions(q + node * M * images + image, images, real, M, 0, 4, TILE_B)
+                    slope = _best_set_slope(value, EMPTY, SINGLE)
+                gradient += slope * beside_sets(of_best, 4)
+            to = of_q + 2 * node * M * images + image
+            rounded = gradient.to(tl.float16)
+            _store_regions(to, rounded, images, real, M, 0, 4)
+            lost = (gradient - rounded.to(tl.float32)).to(tl.float16)
+            _store_regions(to + M * images, lost, images, real, M, 0, 4)
 
 
 @triton.jit
-def _best_set_slope(q, is_region, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
-    """The derivative [M, columns] of the best set's sum; regions that are tied for the highest share it."""
-    highest = tl.max(tl.where(is_region, q, -float("inf")), 0)[None, :]
-    is_highest = tl.where(is_region & (q == highest), 1.0, 0.0)
-    slope = is_highest / tl.sum(is_highest, 0)[None, :]
+def _members(number, REGION: tl.constexpr, AXES: tl.constexpr):
+    """Which regions the sets with these numbers [B] have: ones and zeros [B, 2, …, 2], from REGION on."""
+    if AXES > 0:
+        upper: tl.constexpr = REGION + (1 << (AXES - 1))
+        values = tl.join(_members(number, REGION, AXES - 1), _members(number, upper, AXES - 1))
+    else:
+        values = (number >> REGION) & 1
+    return values
+
+
+@triton.jit
+def _load_regions(at, stride, valid, M: tl.constexpr, REGION: tl.constexpr, AXES: tl.constexpr, TILE_B: tl.constexpr):
+    """Similarities with the regions from REGION on, side by side [B, 2, …, 2]; −∞ beyond M."""
+    if AXES > 0:
+        upper: tl.constexpr = REGION + (1 << (AXES - 1))
+        values = tl.join(
+            _load_regions(at, stride, valid, M, REGION, AXES - 1, TILE_B),
+            _load_regions(at, stride, valid, M, upper, AXES - 1, TILE_B),
+        )
+    elif REGION < M:
+        values = tl.load(at + REGION * stride, mask=valid, other=0.0)
+    else:
+        values = tl.full((TILE_B,), -float("inf"), tl.float32)
+    return values
+
+
+@triton.jit
+def _store_regions(to, values, stride, valid, M: tl.constexpr, REGION: tl.constexpr, AXES: tl.constexpr):
+    """Write what belongs to regions up to M."""
+    if AXES > 0:
+        lower, higher = tl.split(values)
+        upper: tl.constexpr = REGION + (1 << (AXES - 1))
+        _store_regions(to, lower, stride, valid, M, REGION, AXES - 1)
+        _store_regions(to, higher, stride, valid, M, upper, AXES - 1)
+    elif REGION < M:
+        tl.store(to + REGION * stride, values, mask=valid)
+
+
+@triton.jit
+def _best_set_slope(q, EMPTY: tl.constexpr, SINGLE: tl.constexpr):
+    """The derivative [B, 2, 2, 2, 2] of the best set's sum; regions that are tied for the highest share it."""
+    highest = beside_sets(max_over_sets(q, 4), 4)
+    is_highest = tl.where(q == highest, 1.0, 0.0)
+    slope = is_highest / beside_sets(sum_over_sets(is_highest, 4), 4)
     if not SINGLE:
         slope = tl.where(highest > 0.0, tl.where(q > 0.0, 1.0, 0.0), slope)
     if EMPTY:

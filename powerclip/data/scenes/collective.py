@@ -7,13 +7,14 @@ alike here, and each caption has a phrase for several of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from powerclip.data.scenes.grammar import Caption, Node, write
+from powerclip.data.scenes.grammar import Caption, Node, with_period, write
 from powerclip.data.scenes.layout import SceneObject, may_hold
-from powerclip.data.scenes.vocabulary import SEEN_COLOURS, SHAPES
+from powerclip.data.scenes.vocabulary import SEEN_COLOURS, SHAPES, Box
 
 COLLECTIVE_SPLITS = ("collective", "collective_test")
 
@@ -27,8 +28,14 @@ _TAGS = {"a": "DT", "this": "DT", "picture": "NN", "of": "IN", "shows": "VBZ"}
 class Collective(NamedTuple):
     """A caption of several phrases, each with the objects that it names."""
 
-    said: Caption
+    core: Node
+    capital: bool
     sets: tuple[tuple[int, ...], ...]  # numbers of objects, for each mention of the caption
+
+    @property
+    def said(self) -> Caption:
+        """The caption."""
+        return write(self.core, capital=self.capital)
 
 
 def draw_alike(count: int, patterns: Sequence[str], rng: Random) -> list[tuple[str, str, str]]:
@@ -66,9 +73,9 @@ def draw_collective(objects: Sequence[SceneObject], rng: Random) -> Collective:
     if opener:
         words = [Node(_TAGS[word], word) for word in opener[0].split()]
         core = Node("NP", "", (*words, core))
-    said = write(core, capital=rng.random() < 0.5, period=rng.random() < 0.4)
+    capital, period = rng.random() < 0.5, rng.random() < 0.4
     # Mentions come in the order of the caption, which is that of the phrases.
-    return Collective(said, tuple(which for _, which in phrases))
+    return Collective(with_period(core) if period else core, capital, tuple(which for _, which in phrases))
 
 
 _Phrase = tuple[Node, tuple[int, ...]]  # what is said, and of which objects
@@ -97,28 +104,37 @@ def _places(objects: Sequence[SceneObject], rng: Random) -> list[_Phrase]:
     for number, thing in enumerate(objects):
         if not _is_unique(objects, number):
             continue
-        for side, words in _SIDES.items():
-            others = [k for k in range(len(objects)) if k != number]
-            there = [k for k in others if _beyond(objects[k], thing, side)]
-            doubtful = [k for k in others if k not in there and may_hold(side, objects[k], thing)]
-            if there and not doubtful:
-                target = _noun("the", thing.colour, thing.shape)
-                where = Node("PP", "", (*(Node("IN", word) for word in words), target))
-                phrases.append((Node("NP", "", (Node("NN", "everything"), where)), tuple(there)))
+        others = [k for k in range(len(objects)) if k != number]
+        for side in _SIDES:
+            beyond = _BEYOND[side]
+            there = [k for k in others if beyond(objects[k].box, thing.box)]
+            if there and not any(k not in there and may_hold(side, objects[k], thing) for k in others):
+                phrases.append((_everything(side, thing.colour, thing.shape), tuple(there)))
     return phrases
 
 
-def _beyond(one: SceneObject, other: SceneObject, side: str) -> bool:
-    """Whether all of one object lies on a side of the other."""
-    a, b = one.box, other.box
-    return {"left": a[2] <= b[0], "right": a[0] >= b[2], "above": a[3] <= b[1], "below": a[1] >= b[3]}[side]
+@cache
+def _everything(side: str, colour: str, shape: str) -> Node:
+    """A noun phrase: "everything left of the red box"."""
+    where = Node("PP", "", (*(Node("IN", word) for word in _SIDES[side]), _noun("the", colour, shape)))
+    return Node("NP", "", (Node("NN", "everything"), where))
+
+
+# Whether all of one box lies on a side of the other.
+_BEYOND: dict[str, Callable[[Box, Box], bool]] = {
+    "left": lambda a, b: a[2] <= b[0],
+    "right": lambda a, b: a[0] >= b[2],
+    "above": lambda a, b: a[3] <= b[1],
+    "below": lambda a, b: a[1] >= b[3],
+}
 
 
 def _is_unique(objects: Sequence[SceneObject], number: int) -> bool:
-    look = (objects[number].shape, objects[number].colour)
-    return sum((thing.shape, thing.colour) == look for thing in objects) == 1
+    look = objects[number].shape, objects[number].colour
+    return [(thing.shape, thing.colour) for thing in objects].count(look) == 1
 
 
+@cache
 def _noun(first: str, *words: str) -> Node:
     """A noun phrase: "the two red circles"."""
     tags = [("CD" if word in _NUMBERS.values() else "JJ", word) for word in words[:-1]]

@@ -7,6 +7,7 @@ caption of a changed plan: same grammar, same wording.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 
@@ -129,7 +130,12 @@ _PREPOSITIONS = {
 
 def _noun_phrase(plan: Plan, k: int) -> Node:
     """The first mention of an object: "a small striped red star"."""
-    shape, colour, size, pattern, pattern_last = plan.mentions[k]
+    return _described(plan.mentions[k], k)
+
+
+@cache
+def _described(mention: Mention, k: int) -> Node:
+    shape, colour, size, pattern, pattern_last = mention
     looks = (colour, pattern) if pattern_last and pattern != "plain" else (pattern, colour)
     adjectives = [word for word in (size, *looks) if word]
     first = adjectives[0] if adjectives else shape
@@ -255,18 +261,37 @@ def _add(plan: Plan, core: Node, extras: list[Node]) -> Node:
 
 def realise(plan: Plan) -> Caption:
     """The caption of a plan, with its tree and the character spans of its object noun phrases."""
+    return write(compose(plan), capital=plan.wording.capital)
+
+
+def compose(plan: Plan) -> Node:
+    """The caption of a plan as one constituent."""
     core, taken = _core(plan)
     if taken < len(plan.mentions):
         core = _add(plan, core, [_noun_phrase(plan, k) for k in range(taken, len(plan.mentions))])
-    return write(core, capital=plan.wording.capital, period=plan.wording.period)
+    return with_period(core) if plan.wording.period else core
 
 
-def write(core: Node, *, capital: bool, period: bool) -> Caption:
+def with_period(core: Node) -> Node:
+    """A constituent with a full stop."""
+    # The mark joins the topmost phrase, as treebanks have it; an object's own noun phrase stays clear of it.
+    inside = core.children if core.mention < 0 else (core,)
+    return _phrase(core.label, *inside, _PERIOD)
+
+
+def add_outline(node: Node, words: list[str], ranges: list[tuple[int, int]]) -> None:
+    """Add the words of a constituent, marks among them, and each of its phrases as a range of all words."""
+    if node.word:
+        words.append(node.word)
+        return
+    first = len(words)
+    for child in node.children:
+        add_outline(child, words, ranges)
+    ranges.append((first, len(words)))
+
+
+def write(core: Node, *, capital: bool) -> Caption:
     """A constituent as a caption."""
-    if period:
-        # The mark joins the topmost phrase, as treebanks have it; an object's own noun phrase stays clear of it.
-        inside = core.children if core.mention < 0 else (core,)
-        core = _phrase(core.label, *inside, _PERIOD)
     text: list[str] = []
     brackets: list[str] = []
     spans: list[tuple[int, int, str, int]] = []

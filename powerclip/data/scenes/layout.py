@@ -37,7 +37,7 @@ class SceneObject:
         r = self.radius
         return (self.x + r * x0, self.y + r * y0, self.x + r * x1, self.y + r * y1)
 
-    @property
+    @cached_property
     def centre(self) -> tuple[float, float]:
         """The centre of the box."""
         x0, y0, x1, y1 = self.box
@@ -63,24 +63,26 @@ def _try_to_place(looks: list[tuple[str, str, str]], sizes: tuple[str, ...], rng
         low, high = SIZES[size]
         drawn.append((low + (high - low) * rng.random(), size, look))
     placed: dict[int, SceneObject] = {}
-    # The largest first: it is the hardest to fit.
+    taken: list[Box] = []  # boxes of those, with the gap at their right and below
+    # The largest first: it is the hardest to fit. Most scenes try often, so the loop is written out.
     for slot in sorted(range(len(drawn)), key=lambda k: -drawn[k][0]):
         radius, size, (shape, colour, pattern) = drawn[slot]
         x0, y0, x1, y1 = (radius * side for side in SHAPES[shape])
+        first_x, first_y = _MARGIN - x0, _MARGIN - y0
+        free_x, free_y = 1 - 2 * _MARGIN - (x1 - x0), 1 - 2 * _MARGIN - (y1 - y0)
         for _ in range(12):
-            x = _MARGIN - x0 + (1 - 2 * _MARGIN - (x1 - x0)) * rng.random()
-            y = _MARGIN - y0 + (1 - 2 * _MARGIN - (y1 - y0)) * rng.random()
-            box = (x + x0, y + y0, x + x1, y + y1)
-            if all(_apart(box, other.box) for other in placed.values()):
+            x, y = first_x + free_x * rng.random(), first_y + free_y * rng.random()
+            left, top, right, bottom = x + x0, y + y0, x + x1 + _GAP, y + y1 + _GAP
+            for other in taken:
+                if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom:
+                    break
+            else:
+                taken.append((left, top, right, bottom))
                 placed[slot] = SceneObject(shape, colour, size, pattern, x, y, radius)
                 break
         else:
             return []
     return [placed[slot] for slot in range(len(drawn))]
-
-
-def _apart(a: Box, b: Box) -> bool:
-    return a[2] + _GAP <= b[0] or b[2] + _GAP <= a[0] or a[3] + _GAP <= b[1] or b[3] + _GAP <= a[1]
 
 
 def relation_of(a: SceneObject, b: SceneObject) -> str | None:

@@ -9,7 +9,7 @@ from random import Random
 
 from powerclip.data.scenes.background import Background, draw_background
 from powerclip.data.scenes.collective import COLLECTIVE_SPLITS, Collective, draw_alike, draw_collective
-from powerclip.data.scenes.grammar import Caption, Mention, Plan, Relation, Wording, realise
+from powerclip.data.scenes.grammar import Caption, Mention, Plan, Relation, Wording, add_outline, compose, realise
 from powerclip.data.scenes.layout import SceneObject, place_objects, place_of, relation_of
 from powerclip.data.scenes.vocabulary import HELD_OUT, SEEN_COLOURS, SHAPES, SIZE_WORDS, Box
 from powerclip.data.trees import Span, Tree, tree_from_spans
@@ -66,6 +66,10 @@ class Scene:
     def tree(self) -> Tree:
         """The caption's gold tree."""
         return tree_from_spans([Span(*phrase) for phrase in self._said.phrases], self.caption)
+
+    def add_outline(self, words: list[str], ranges: list[tuple[int, int]]) -> None:
+        """Add the caption's words, marks among them and in lower case, and its phrases as ranges of all words."""
+        add_outline(self.collective.core if self.collective else compose(self.plan), words, ranges)
 
     @cached_property
     def mentioned(self) -> tuple[SceneObject, ...]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from powerclip.evaluate.hard_negatives.sentences import Role
 
 _EDGE = ("<", ">")  # before and after a sentence
 _LONGEST = 5  # words of the longest sequences that are counted
+_LEAST_TELLING, _MOST_TELLING = 10, 0.3  # captions with a word that tells what goes with it: a number, a share
 _KEPT = 0.25  # of a sequence that was seen once, what counts; the rest is left to shorter ones
 
 
@@ -27,6 +28,7 @@ class Corpus:
         self.between: dict[tuple[str, str], set[str]] = defaultdict(set)  # words seen between two others
         self._around: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)  # and the other way round
         self._alike: dict[tuple[str, str], float] = {}
+        self._halves = [_Together(images, half) for half in (0, 1)]
         for captions in images:
             for tokens in captions:
                 self._count(tokens, self._counts)
@@ -98,10 +100,59 @@ class Corpus:
             self._alike[key] = shared / norm if norm else 0.0
         return self._alike[key]
 
+    def coherence(self, word: str, others: Iterable[str], image: int) -> tuple[float, float]:
+        """How well a word goes with the others of a caption, wherever they stand: a guess that needs no image.
+
+        By two witnesses, the captions of every second image: how well they agree tells how much to trust their mean.
+        """
+        own = [set(tokens) for tokens in self._images[image]]
+        others = list(others)
+        even, odd = (
+            half.coherence(word, others, own if image % 2 == number else []) for number, half in enumerate(self._halves)
+        )
+        return even, odd
+
     @cached_property
     def exclusion(self) -> Exclusion:
         """Which words exclude each other."""
         return Exclusion(self._images)
+
+
+class _Together:
+    """Which words captions say together; of every second image."""
+
+    def __init__(self, images: Sequence[Sequence[Sequence[str]]], half: int) -> None:
+        captions = [set(tokens) for image in range(half, len(images), 2) for tokens in images[image]]
+        self._captions = len(captions)
+        self._captions_with: dict[str, set[int]] = defaultdict(set)
+        for number, caption in enumerate(captions):
+            for word in caption:
+                self._captions_with[word].add(number)
+        self._both: dict[tuple[str, str], int] = {}
+
+    def coherence(self, word: str, others: Sequence[str], own: Sequence[set[str]]) -> float:
+        """The sum over other words of log (n + 1) / (e + 1).
+
+        n captions say both, and e would by chance; `own` captions do not count. Words that very many captions say, or
+        hardly one, tell nothing and are left out.
+        """
+        captions = self._captions - len(own)
+        ours = len(self._captions_with.get(word, ())) - sum(word in caption for caption in own)
+        total = 0.0
+        for other in others:
+            theirs = len(self._captions_with.get(other, ()))
+            if not _LEAST_TELLING <= theirs <= _MOST_TELLING * self._captions or not other.isalpha():
+                continue
+            theirs -= sum(other in caption for caption in own)
+            both = self._count(word, other) - sum({word, other} <= caption for caption in own)
+            total += math.log((both + 1) / (ours * theirs / captions + 1))
+        return total
+
+    def _count(self, one: str, other: str) -> int:
+        key = min(one, other), max(one, other)
+        if key not in self._both:
+            self._both[key] = len(self._captions_with.get(one, set()) & self._captions_with.get(other, set()))
+        return self._both[key]
 
 
 class Exclusion:

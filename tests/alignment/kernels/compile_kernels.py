@@ -39,7 +39,6 @@ SUM = {"TILE_A": 32, "TILE_B": 16, "TILE_D": 64, "TOGETHER": pairs.TOGETHER, "PI
 HALVES = {"of_q": "*fp16"}
 BY_SUMS = {**DENSE, "LOW": 5, "MIDDLE": 2, "FUSED": True, "LENGTHS": False, "BITS": 5, "SLAB": 1}
 BY_COSINE = {**BY_SUMS, "MIDDLE": 1, "LENGTHS": True, "SLAB": exact_all_grad.SLAB}
-COUNTED = {"TILE_M": 16, "TILE_W": exact_all_grad.TILE_WORDS, "TILE_B": exact_all_grad.COUNTED_IMAGES}
 WON, WON_BY_COSINE = ({**HALVES, "winners": kind, "best_sets": "*i32"} for kind in ("*i32", "*i16"))
 KERNELS = [
     (best_sets._best_sets, BY_COSINE, {"numbers": "*i32"}),
@@ -47,10 +46,10 @@ KERNELS = [
     (exact_all._exact_scores, {**BY_SUMS, "LENGTHS": True, "T2R": False}, {}),
     (exact_all_grad._winners, BY_SUMS, {"winners": "*i32"}),
     (exact_all_grad._winners, BY_COSINE, {"winners": "*i16"}),
-    (exact_all_grad._similarity_gradients, {**BY_SUMS, **COUNTED, "SLOTS": exact_all_grad.SLOTS}, WON),
+    (exact_all_grad._similarity_gradients, {**BY_SUMS, "SLOTS": exact_all_grad.SLOTS}, WON),
     (
         exact_all_grad._similarity_gradients,
-        {**BY_COSINE, **COUNTED, "SLOTS": exact_all_grad.SLOTS_WITH_LENGTHS},
+        {**BY_COSINE, "SLOTS": exact_all_grad.SLOTS_WITH_LENGTHS},
         WON_BY_COSINE,
     ),
     (exact_pairs._exact_of_pairs, {**PAIR, "M": 10, "TILE_S": exact_pairs.TILE_SETS}, {}),

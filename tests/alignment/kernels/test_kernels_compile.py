@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "powerclip" / "alignment" / "kernels"
-FUNCTIONS = {"powerset_sums", "set_sums"}  # no kernels of their own: compiled with those that call them
+FUNCTIONS = {"powerset_sums", "set_sums", "wins"}  # no kernels of their own: compiled with those that call them
 
 
 @pytest.mark.parametrize("capability", [80, 90])

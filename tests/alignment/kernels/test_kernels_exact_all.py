@@ -7,6 +7,7 @@ from kernel_examples import INSTANCES, assert_scores, instance, reference
 from powerclip.alignment import AlignmentConfig
 from powerclip.alignment.kernels.exact_all import exact_all
 
+pytestmark = pytest.mark.kernels
 CONFIGS = {
     "default": AlignmentConfig(aggregation="exact"),
     "any set": AlignmentConfig(aggregation="exact", largest_set=0),

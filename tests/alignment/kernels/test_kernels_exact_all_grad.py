@@ -16,6 +16,7 @@ from powerclip.alignment.matmul import similarities
 from powerclip.alignment.regions import inverse_set_lengths
 from powerclip.alignment.score import differentiates_all, score_all
 
+pytestmark = pytest.mark.kernels
 EXACT = {"aggregation": "exact"}
 COSINE = {"aggregation": "exact", "similarity": "cosine"}
 CONFIGS = {

@@ -10,6 +10,7 @@ from powerclip.alignment.kernels.nla_all import nla_all, nla_forward_blocked
 from powerclip.alignment.recompute import whole_tiles
 from powerclip.alignment.score import differentiates_all, score_all
 
+pytestmark = pytest.mark.kernels
 SLOW = set() if torch.cuda.is_available() else {"64 nodes", "ragged, odd"}
 # The interpreter runs a node at a time: every setting on a few instances, every instance in two settings.
 CASES = [(name, config) for name in ("one node each", "one image", "barely negative") for config in CONFIGS]

@@ -11,7 +11,7 @@ from powerclip.alignment.kernels import exact_pairs
 from powerclip.alignment.kernels import pairs as module
 from powerclip.alignment.score import score_pairs
 
-pytestmark = pytest.mark.usefixtures("small_tiles")
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("small_tiles")]
 NAMES = ["one node each", "one region", "one image", "all equal", "all negative", "zero"]
 CONFIGS = {
     "default": {},

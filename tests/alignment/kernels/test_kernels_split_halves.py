@@ -7,6 +7,8 @@ from kernel_examples import DEVICE, instance
 from powerclip.alignment import matmul as module
 from powerclip.alignment.matmul import halves, split_pair
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 60.0])
 def test_the_product_of_the_halves_is_that_of_the_whole(size):

@@ -57,15 +57,49 @@ def late_interaction(
     # By the last token that counts. Any order of `lengths` will do: if they are bounds, they still are when both are
     # sorted.
     order = torch.where(real, positions, 0).amax(1).argsort()
-    share = _pack((real.float() / real.sum(dim=1, keepdim=True))[order], groups)
+    share = _pack(_shares(real)[order], groups)
     torch._assert_async((share > 0).sum() == real.sum(), "captions are longer than `lengths` say")
-    # A token that does not count becomes a copy of one that does: no maximum changes and nothing has to be masked.
-    stand_in = torch.where(real, positions, real.int().argmax(1, keepdim=True))
-    source = _pack(stand_in[order] + longest * order.unsqueeze(1), groups)
+    source = _pack(_stand_ins(real)[order] + longest * order.unsqueeze(1), groups)
     packed = words.flatten(0, 1).index_select(0, source)
     image_to_text, text_to_image = _LateInteraction.apply(patches, packed, share, groups)  # type: ignore[no-untyped-call]
     inverse = order.argsort()
     return image_to_text.index_select(1, inverse), text_to_image.index_select(1, inverse)
+
+
+@torch.no_grad()
+def late_scores(patches: Tensor, words: Tensor, real: Tensor, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
+    """The similarities of `late_interaction`, image to text and text to image, for scoring: nothing else is kept.
+
+    Captions are as long as the longest of them: sort them by length. `block_elements` bounds a block of similarities.
+    """
+    share, packed = _shares(real), _with_stand_ins(words, real)
+    blocks = [_maxima(patches[rows], packed, share)[:2] for rows in _blocks(patches, words, block_elements)]
+    image_to_text, text_to_image = zip(*blocks, strict=True)
+    return torch.cat(image_to_text), torch.cat(text_to_image)
+
+
+@torch.no_grad()
+def late_pair_scores(patches: Tensor, words: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of n selected pairs, both [n], of patches [n, N, D] with words [n, L, D] of which [n, L] count."""
+    similarity = patches @ _with_stand_ins(words, real).mT  # [n, N, L]
+    return similarity.amax(2).float().mean(1), (similarity.amax(1).float() * _shares(real)).sum(1)
+
+
+def _shares(real: Tensor) -> Tensor:
+    """The weight of each token [C, L] in its caption's mean; of those that do not count 0."""
+    return real.float() / real.sum(dim=1, keepdim=True)
+
+
+def _stand_ins(real: Tensor) -> Tensor:
+    """The position of each token [C, L] or, of one that does not count, of one that does.
+
+    With a copy of that in its place no maximum changes and nothing has to be masked.
+    """
+    return torch.where(real, torch.arange(real.shape[1], device=real.device), real.int().argmax(1, keepdim=True))
+
+
+def _with_stand_ins(words: Tensor, real: Tensor) -> Tensor:
+    return words.gather(1, _stand_ins(real).unsqueeze(-1).expand_as(words))
 
 
 def group_lengths(lengths: Sequence[int]) -> list[int]:
@@ -149,12 +183,13 @@ class _LateInteraction(torch.autograd.Function):
         return patch_gradient.to(patches.dtype), word_gradient.to(words.dtype), None, None
 
 
-def _blocks(patches: Tensor, words: Tensor) -> Iterator[slice]:
+def _blocks(patches: Tensor, words: Tensor, elements: int | None = None) -> Iterator[slice]:
     """Ranges of images whose similarities fit into a block.
 
     A power of two of them, which most batches are a multiple of: then no smaller last block has to be compiled for.
     """
-    most = max(1, BLOCK_ELEMENTS // max(1, patches.shape[1] * words.shape[0] * words.shape[1]))
+    elements = BLOCK_ELEMENTS if elements is None else elements
+    most = max(1, elements // max(1, patches.shape[1] * words.shape[0] * words.shape[1]))
     size = 1 << (most.bit_length() - 1)
     for start in range(0, len(patches), size):
         yield slice(start, start + size)
