@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument(
         "--float32", type=int, default=0, metavar="N", help="compare the masks of N images with float32's"
     )
+    parser.add_argument(
+        "--fast", action="store_true", help="SAM by kernels: --set fast=true of powerclip annotate regions"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
@@ -56,7 +59,8 @@ def main() -> None:
     results = []
     for points in map(int, arguments.points.split(",")):
         options = {} if arguments.segmenter == "superpixels" else {"points": points}
-        segmenter = load_segmenter(arguments.segmenter, arguments.device, arguments.weights, **options)
+        kernels = {"fast": True} if arguments.fast else {}
+        segmenter = load_segmenter(arguments.segmenter, arguments.device, arguments.weights, **options, **kernels)
         segmenter.segment(images[: arguments.batch])
         row, masks = measure_segmenter(segmenter, images, arguments.batch, arguments.seconds)
         if arguments.float32:
@@ -136,7 +140,7 @@ def load_plain(arguments: argparse.Namespace, **options: Any) -> Segmenter:
         raise UserError("--float32 compares the masks of --segmenter mobile_sam")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     weights = None if arguments.weights is None else Path(arguments.weights)
-    return MobileSam(weights, choose_device(arguments.device), fast=False, **options)
+    return MobileSam(weights, choose_device(arguments.device), half=False, **options)
 
 
 def compare(plain: Segmenter, images: Sequence[SegmenterImage], masks: Sequence[Masks]) -> dict[str, Any]:

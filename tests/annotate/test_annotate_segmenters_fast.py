@@ -210,12 +210,20 @@ def test_on_a_gpu_masks_are_those_of_float32():
 
     images = [SegmenterImage(str(seed), decode_rgb(photo(seed, (320, 200 + 40 * seed)))) for seed in range(4)]
     quick, exact = (
-        MobileSam(weights_file(), torch.device("cuda"), fast=fast, points=8).segment(images) for fast in (True, False)
+        MobileSam(weights_file(), torch.device("cuda"), half=False, fast=fast, points=8).segment(images)
+        for fast in (True, False)
     )
     overlaps = [best_overlap(one, mask) for one, other in zip(quick, exact, strict=True) for mask in other if len(one)]
     assert len(overlaps) > 0
     assert np.mean(overlaps) > 0.97
 
 
-def test_without_a_gpu_the_plain_decoder_computes():
+def test_kernels_are_refused_without_a_gpu():
+    from test_annotate_segmenters_mobile_sam import weights_file
+
+    from powerclip.annotate.segmenters import load_segmenter
+    from powerclip.errors import UserError
+
     assert not is_possible(torch.device("cpu"))
+    with pytest.raises(UserError, match="fast=true computes by Triton kernels"):
+        load_segmenter("mobile_sam", device="cpu", weights=str(weights_file()), fast=True)

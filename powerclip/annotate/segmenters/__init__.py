@@ -46,7 +46,9 @@ def load_segmenter(
         return CocoMasks(None if weights is None else Path(weights))
     from powerclip.annotate.segmenters.points import PointOptions
 
-    _check(name, options, PointOptions)
+    _check(name, {key: value for key, value in options.items() if key != "fast"}, PointOptions)
+    if not isinstance(options.get("fast", False), bool):
+        raise UserError(f"segmenter {name}: fast is true or false, not {options['fast']!r}")
     torch_device = choose_device(device, setting="--device")
     if name == "mobile_sam":
         from powerclip.annotate.segmenters.mobile_sam import MobileSam

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from powerclip.annotate.segmenters.base import Masks, SegmenterImage, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.annotate.segmenters.sam_decoder import MaskDecoder, PointEncoder
-from powerclip.annotate.segmenters.sam_fast import Encoded, FastDecoder, FastPoints, is_possible
+from powerclip.annotate.segmenters.sam_fast import NO_KERNELS, Encoded, FastDecoder, FastPoints, is_possible
 from powerclip.annotate.segmenters.tiny_vit import TinyViT
 from powerclip.errors import UserError
 
@@ -43,6 +43,11 @@ class MobileSamNetwork(nn.Module):
         positions = self.positions(features)
         return self.mask_decoder(self.without_mask(features), positions, self.prompt_encoder(points), least)
 
+    def halve(self) -> None:
+        """Compute in bf16, but for the positions of points: there it would move them by pixels."""
+        self.image_encoder.bfloat16()
+        self.mask_decoder.bfloat16()
+
     def positions(self, features: Tensor) -> Tensor:
         """Where the cells of features [B, D, h, w] are [h·w, D]."""
         height, width = features.shape[-2:]
@@ -62,7 +67,8 @@ class MobileSam(PointSegmenter):
         weights: `mobile_sam.pt`.
         device: computes.
         at_once: points that the decoder sees together.
-        fast: in half precision, by kernels; by default on a GPU. The masks are the same but for rounding.
+        half: in bf16; by default on a GPU.
+        fast: in float16, by kernels, on a GPU.
         options: see `PointOptions`.
     """
 
@@ -74,14 +80,21 @@ class MobileSam(PointSegmenter):
         weights: Path | None,
         device: torch.device,
         at_once: int | None = None,
-        fast: bool | None = None,
+        half: bool | None = None,
+        fast: bool = False,
         **options: Any,
     ):
         if weights is None:
             raise UserError("segmenter mobile_sam: give the weights file with --weights mobile_sam.pt")
-        fast = is_possible(device) if fast is None else fast
+        if fast and not is_possible(device):
+            raise UserError(NO_KERNELS)
         identity = {"weights": file_identity(weights)}
-        super().__init__(PointOptions(**options), identity, device, at_once or (1024 if fast else 32))
+        super().__init__(
+            PointOptions(**options),
+            identity,
+            device,
+            at_once or (1024 if fast else 512 if device.type == "cuda" else 32),
+        )
         self.network = load_network(weights).to(device)
         self._mean = torch.tensor(PIXEL_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(PIXEL_STD, device=device).view(3, 1, 1)
@@ -92,6 +105,9 @@ class MobileSam(PointSegmenter):
             decoder = FastDecoder(self.network.mask_decoder, self._dtype)
             # Positions stay in float32: half precision would move points by pixels.
             self._fast = FastPoints(decoder, self.network.prompt_encoder, self.settings, self._at_once)
+        elif half if half is not None else device.type == "cuda":  # on most CPUs it would be slower
+            self.network.halve()
+            self._dtype = torch.bfloat16
 
     def encode(self, images: Sequence[SegmenterImage]) -> tuple[Tensor, Tensor]:
         """Features [B, 256, 64, 64] of images whose longer side fills the square."""

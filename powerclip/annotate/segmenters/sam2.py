@@ -13,7 +13,7 @@ from torch import Tensor
 from powerclip.annotate.segmenters.base import Masks, SegmenterImage, file_identity
 from powerclip.annotate.segmenters.points import Drawn, PointOptions, PointSegmenter, to_square
 from powerclip.annotate.segmenters.sam2_fast import encoded, is_known, mask_decoder, point_encoder
-from powerclip.annotate.segmenters.sam_fast import FastDecoder, FastPoints, is_possible
+from powerclip.annotate.segmenters.sam_fast import NO_KERNELS, FastDecoder, FastPoints, is_possible
 from powerclip.errors import UserError
 
 DEFAULT = "facebook/sam2.1-hiera-small"
@@ -31,7 +31,7 @@ class Sam2(PointSegmenter):
         weights: a name on the hub or a folder.
         device: computes.
         at_once: points that the decoder sees together.
-        fast: the decoder in half precision, by kernels; by default on a GPU, for models of the released sizes.
+        fast: the decoder in float16, by kernels, on a GPU; for models of the released sizes.
         options: see `PointOptions`.
     """
 
@@ -43,11 +43,12 @@ class Sam2(PointSegmenter):
         weights: str | None,
         device: torch.device,
         at_once: int | None = None,
-        fast: bool | None = None,
+        fast: bool = False,
         **options: Any,
     ):
         self.network, identity = _load(weights or DEFAULT)
-        fast = is_possible(device) and is_known(self.network) if fast is None else fast
+        if fast and not (is_possible(device) and is_known(self.network)):
+            raise UserError(NO_KERNELS)
         default = 1024 if fast else 512 if device.type == "cuda" else 32
         options = {"quality": QUALITY, "stability": STABILITY, **options}
         super().__init__(PointOptions(**options), {"weights": identity}, device, at_once or default)
@@ -92,7 +93,9 @@ class Sam2(PointSegmenter):
 
     def _half(self) -> AbstractContextManager[None]:
         """Half precision where it is quicker, on a GPU."""
-        return torch.autocast(self.device.type, torch.float16, enabled=self.device.type == "cuda")
+        return torch.autocast(
+            self.device.type, torch.float16 if self._fast else torch.bfloat16, enabled=self.device.type == "cuda"
+        )
 
 
 def _load(name: str) -> tuple[Any, str]:

@@ -36,6 +36,11 @@ _LOG2E = 1 / math.log(2)
 _CANDIDATES = 256
 
 
+NO_KERNELS = (
+    "fast=true computes by Triton kernels, for SAM's released sizes, on a GPU of compute capability 8.0 or more"
+)
+
+
 def is_possible(device: torch.device) -> bool:
     """Whether the kernels run there: they need Triton and tensor cores that take half precision (Ampere or newer)."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
