@@ -111,7 +111,7 @@ def test_a_recipe_runs_from_the_command_line_and_refuses_to_run_over_itself(tmp_
             ["train", "--recipe", "quickstart/clip", "model.config=null", "model.name=ViT-B-61", "--output", "run"],
             "ViT-B-61",
         ),
-        (["train", "--recipe", "captions10k/clip", "data.shards=nowhere.tar"], "nothing matches nowhere.tar"),
+        (["train", "--recipe", "captions10k/clip", "data.shards=nowhere.tar"], "no file nowhere.tar"),
         (["compare", "gone.yaml"], "no study file gone.yaml"),
         (["compare", "train.steps=3"], "name a study file"),
         (["compare", "quickstart/clip", "quickstart/powrclip"], "did you mean 'quickstart/powerclip'?"),
