@@ -52,7 +52,7 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class Found:
+class ScoredBoxes:
     """What a detector makes of one image, before classes compete: boxes in shares, and two opinions on each."""
 
     boxes: Tensor  # [R, 4]
@@ -159,7 +159,7 @@ class Detector(nn.Module):
         }
 
     @torch.no_grad()
-    def find(self, images: Sequence[Tensor], classes: Tensor) -> list[Found]:
+    def find(self, images: Sequence[Tensor], classes: Tensor) -> list[ScoredBoxes]:
         """The boxes of images, bytes [3, H, W], and how well each fits the classes [K, D]."""
         listed, _ = self._prepare(images)
         patches, dense = self.see(listed)
@@ -170,7 +170,7 @@ class Detector(nn.Module):
         boxes = [clip_boxes_to_image(b, s) for b, s in zip(moved.split(counts), listed.image_sizes, strict=True)]
         tower = self.name(dense, boxes, classes)
         return [
-            Found(in_shares(b, size), z, w)
+            ScoredBoxes(in_shares(b, size), z, w)
             for b, size, z, w in zip(boxes, listed.image_sizes, learned.split(counts), tower.split(counts), strict=True)
         ]
 
@@ -234,7 +234,7 @@ def region_embeddings(dense: Tensor, boxes: Sequence[Tensor], patch: int) -> Ten
     return F.normalize(pooled.flatten(1), dim=-1)
 
 
-def detections(found: Found, exponents: Tensor, most: int = MOST) -> Detections:
+def detections(found: ScoredBoxes, exponents: Tensor, most: int = MOST) -> Detections:
     """The boxes of an image after the classes' own non-maximum suppression, at most so many."""
     scores = found.score(exponents)
     values, order = scores.flatten().topk(min(_CONSIDERED, scores.numel()))
@@ -245,6 +245,6 @@ def detections(found: Found, exponents: Tensor, most: int = MOST) -> Detections:
     return all_found.take(batched_nms(all_found.boxes, all_found.scores, all_found.labels, _OVERLAP)[:most])
 
 
-def on_cpu(found: Found) -> Found:
+def on_cpu(found: ScoredBoxes) -> ScoredBoxes:
     """The same in host memory."""
     return replace(found, boxes=found.boxes.cpu(), learned=found.learned.cpu(), tower=found.tower.cpu())

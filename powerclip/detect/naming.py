@@ -25,7 +25,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from powerclip.detect.classes import Classes
 from powerclip.detect.data import BoxSet, in_pixels, read_in_batches
-from powerclip.detect.detector import Detector, Found, region_embeddings, tower_maps
+from powerclip.detect.detector import Detector, ScoredBoxes, region_embeddings, tower_maps
 from powerclip.encoders import DualEncoder, preprocess_for
 from powerclip.encoders.vision import patch_size
 from powerclip.errors import UserError
@@ -145,7 +145,7 @@ def name_by_detector(
         boxes, labels = _gold(data, numbers, images)
         if sum(map(len, boxes)):
             learned, tower = detector.name_boxes(images, boxes, classes)
-            both = Found(learned.new_zeros(len(learned), 4), learned, tower).score(exponents)
+            both = ScoredBoxes(learned.new_zeros(len(learned), 4), learned, tower).score(exponents)
             named.add(labels, {"learned": learned, "tower": tower, "both": both})
         on_images(len(numbers))
     return named

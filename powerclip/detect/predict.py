@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from powerclip.detect.data import BoxSet, read_in_batches
-from powerclip.detect.detector import Detections, Detector, Found, detections, on_cpu
+from powerclip.detect.detector import Detections, Detector, ScoredBoxes, detections, on_cpu
 
 BATCH = 16  # images that pass the detector together
 
 
 def find_boxes(
     detector: Detector, data: BoxSet, classes: Tensor, on_image: Callable[[], None] = lambda: None
-) -> Iterator[tuple[int, Found]]:
+) -> Iterator[tuple[int, ScoredBoxes]]:
     """What a detector finds in each image of a set, with its number; in host memory. Unreadable images are left out."""
     detector.eval()
     for numbers, images in read_in_batches(data, detector.config.size, detector.multiple, BATCH):

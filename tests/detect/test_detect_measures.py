@@ -18,7 +18,7 @@ from powerclip.detect.calibrate import Calibration, choose_exponents, deal
 from powerclip.detect.classes import Classes
 from powerclip.detect.coco import read_coco
 from powerclip.detect.data import in_pixels
-from powerclip.detect.detector import Detections, Found, detections, region_embeddings
+from powerclip.detect.detector import Detections, ScoredBoxes, detections, region_embeddings
 from powerclip.detect.naming import name_gold_boxes
 from powerclip.detect.scene_boxes import scene_boxes
 from powerclip.errors import UserError
@@ -137,7 +137,7 @@ def test_what_lies_under_a_box_is_the_mean_of_its_patches():
 
 
 def test_a_score_is_the_weighted_geometric_mean_of_both_opinions():
-    one = Found(torch.zeros(1, 4), torch.tensor([[0.64, 0.09]]), torch.tensor([[0.25, 0.5]]))
+    one = ScoredBoxes(torch.zeros(1, 4), torch.tensor([[0.64, 0.09]]), torch.tensor([[0.25, 0.5]]))
     assert one.score(torch.tensor([0.0, 1.0])).tolist() == [pytest.approx([0.64, 0.5])]
     assert one.score(torch.tensor([0.5, 0.5])).tolist() == [pytest.approx([0.4, 0.045**0.5])]
     assert one.score(torch.tensor([0.3, 0.0]))[0, 1].item() == pytest.approx(0.09)
@@ -146,7 +146,7 @@ def test_a_score_is_the_weighted_geometric_mean_of_both_opinions():
 def test_of_overlapping_boxes_of_a_class_the_surest_stays():
     boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.5, 0.48], [0.6, 0.6, 0.9, 0.9]])
     learned = torch.tensor([[0.6, 0.3], [0.5, 0.4], [0.2, 0.00001]])
-    kept = detections(Found(boxes, learned, learned), torch.zeros(2))
+    kept = detections(ScoredBoxes(boxes, learned, learned), torch.zeros(2))
     assert list(zip(kept.labels.tolist(), [round(s, 3) for s in kept.scores.tolist()], strict=True)) == [
         (0, 0.6),
         (1, 0.4),
@@ -197,7 +197,10 @@ def test_each_part_gets_the_exponent_with_which_its_classes_are_found_best(monke
             right = torch.nn.functional.one_hot(image.labels, len(novel)) * 0.8 + 0.1
             guess = torch.rand(right.shape, generator=generator)
             of_seen = ~novel[image.labels, None]
-            yield number, Found(image.boxes, torch.where(of_seen, right, guess), torch.where(of_seen, guess, right))
+            yield (
+                number,
+                ScoredBoxes(image.boxes, torch.where(of_seen, right, guess), torch.where(of_seen, guess, right)),
+            )
 
     monkeypatch.setattr(calibrate, "find_boxes", find)
     chosen = choose_exponents(None, parts, torch.zeros(len(novel), 4), quiet=True)
