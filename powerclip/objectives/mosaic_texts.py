@@ -135,7 +135,10 @@ def assemble(
     source = (start.gather(1, at) + position - begin.gather(1, at)).clamp(0, tokens.shape[1] - 1)
     row = caption.gather(1, at)
     inside = (position >= 1) & (position < end)
-    ends = tokens[caption[:, 0]].amax(1, keepdim=True)  # the end of text is the largest id of CLIP's vocabulary
+    own = tokens[caption[:, 0]]
+    # The end of text is the last token that is no padding; a token within the text may have its id, 0, too.
+    at_end = torch.where(own != 0, torch.arange(own.shape[1], device=own.device), 0).amax(1, keepdim=True)
+    ends = own.gather(1, at_end)
     text = torch.where(inside, tokens[row, source], 0)
     text = torch.where(position == end, ends, text)
     text[:, 0] = tokens[caption[:, 0], 0]

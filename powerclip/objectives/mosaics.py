@@ -62,8 +62,12 @@ def check_towers(encoder: DualEncoder, config: AlignmentConfig) -> None:
         raise UserError("alignment.mosaics needs all patches of a tile: set vision_cfg.patch_dropout to 0")
     if min(encoder.grid) < SIDE:
         raise UserError(f"alignment.mosaics needs a grid of {SIDE} × {SIDE} patches or more, not {encoder.grid}")
-    if config.mosaic_texts != "none" and is_hf_text(text_tower(encoder.clip)):
-        raise UserError(f"alignment.mosaic_texts: {config.mosaic_texts} needs a text tower of open_clip")
+    tower = text_tower(encoder.clip)
+    if config.mosaic_texts != "none" and is_hf_text(tower) and tower.config.pad_token_id != 0:
+        raise UserError(
+            f"alignment.mosaic_texts: {config.mosaic_texts} needs a text tower that pads with token 0, as CLIP's and "
+            f"BERT's do, not with {tower.config.pad_token_id}"
+        )
 
 
 def check_rows(config: AlignmentConfig, batch: int, parts: int) -> None:

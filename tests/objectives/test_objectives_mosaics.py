@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -325,6 +326,18 @@ def test_with_every_phrase_exchanged_only_the_words_between_them_stay():
         assert all(tile != 0 for _, tile in phrases)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "alone", "both"])
+def test_texts_of_another_vocabulary_are_the_same_words_though_the_end_of_text_is_not_its_largest_id(kind):
+    def other(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.where(tokens == 0, 0, 49408 - tokens)  # CLIP's end of text, 49407, becomes 1
+
+    batch, draws = caption_batch(), rand(8, *draws_of_a_text(kind))
+    texts = further_texts(batch, 1.0, kind, 0.5, draws)
+    found = further_texts(replace(batch, tokens=other(batch.tokens)), 1.0, kind, 0.5, draws)
+    assert torch.equal(found.tokens, other(texts.tokens))
+    assert torch.equal(found.asked, texts.asked)
+
+
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +377,23 @@ def test_phrases_learn_to_find_their_tiles(texts):
     for name in ("mosaic", "mosaic_texts"):
         before, after = (sum(part[name] for part in window) for window in (parts[:4], parts[-4:]))
         assert after < 0.95 * before, name
+
+
+def test_mixed_texts_want_a_text_tower_that_pads_with_token_0(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    for padding in (0, 1):
+        folder = tmp_path / str(padding)
+        transformers.BertConfig(vocab_size=60, pad_token_id=padding, **size).save_pretrained(folder)
+        text = {"hf_model_name": str(folder), "hf_model_pretrained": False, "hf_pooler_type": "mean_pooler"}
+        encoder = build(config={**CONFIG, "text_cfg": text})
+        PowerClip(AlignmentConfig(mosaics=1.0)).attach(encoder)
+        mixed = PowerClip(AlignmentConfig(mosaics=1.0, mosaic_texts="mixed"))
+        if padding == 0:
+            mixed.attach(encoder)
+            continue
+        with pytest.raises(UserError, match="pads with token 0"):
+            mixed.attach(encoder)
 
 
 def test_what_cannot_have_mosaics_says_so():
