@@ -36,8 +36,22 @@ ABILITIES: dict[str, tuple[str, str | float | None]] = {
     "several, alone": ("grounding/set_f1_text_several", "grounding/set_f1_all_boxes_several"),
     "exact, several": ("grounding/set_exact_words_several", "grounding/set_exact_all_boxes_several"),
 }
-NAMES = {"clip": "CLIP", "filip": "FILIP", "one": "one region", "any": "any set", "cosine": "cosine sets"}
-COLOURS = {"clip": "#7f8c8d", "filip": "#e08e0b", "one": "#1f6fb2", "any": "#2e8b57", "cosine": "#c0392b"}
+NAMES = {
+    "clip": "CLIP",
+    "filip": "FILIP",
+    "one": "one region",
+    "any": "any set",
+    "cosine": "cosine sets",
+    "patches": "patches",
+}
+COLOURS = {
+    "clip": "#7f8c8d",
+    "filip": "#e08e0b",
+    "one": "#1f6fb2",
+    "any": "#2e8b57",
+    "cosine": "#c0392b",
+    "patches": "#7d3c98",
+}
 _SETTING = re.compile(r"(\w+) (\d+)([kM])")
 
 Curves = dict[str, dict[int, list[dict[str, float]]]]  # method → number of pictures → scores of each seed

@@ -1,9 +1,11 @@
-"""Regions of a batch of images: random boxes on the patch grid (§3.2) and their embeddings (Eqs. 1 and 2).
+"""Regions of a batch of images: random boxes on the patch grid (§3.2) or partitions, and their embeddings (Eqs. 1, 2).
 
 Axes: C images · M regions · N patches · D width
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +47,50 @@ def boxes_of(draws: Tensor, grid: tuple[int, int], largest: float = 1.0) -> Tens
 
     rows, columns = spans(draws[0], draws[1], grid[0]), spans(draws[2], draws[3], grid[1])
     return (rows.unsqueeze(-1) & columns.unsqueeze(-2)).flatten(2)
+
+
+# random: boxes that may overlap and leave gaps; partition: boxes that cover the image once.
+DrawnRegions = Literal["random", "partition"]
+
+
+def regions_of(draws: Tensor, grid: tuple[int, int], kind: DrawnRegions = "random", largest: float = 1.0) -> Tensor:
+    """The regions [C, M, N] of a kind that uniform numbers [4, C, M] make, as `draw_boxes` draws them."""
+    return partition_of(draws, grid) if kind == "partition" else boxes_of(draws, grid, largest)
+
+
+def partition_of(draws: Tensor, grid: tuple[int, int]) -> Tensor:
+    """M boxes [C, M, N] that cover the image once, from uniform numbers [4, C, M]: M - 1 random cuts.
+
+    A cut goes through one of the boxes so far, along a line of the grid. All edges between two patches of a box are
+    equally likely to lie on it, so large boxes are cut first. With more regions than patches, some are the same patch.
+    """
+    _, count, regions = draws.shape
+    rows, columns = grid
+    image = torch.arange(count, device=draws.device)
+    # First and last row, first and last column, one past the end: [4, C, M]. Boxes that are still to come are empty.
+    edges = torch.zeros(4, count, regions, dtype=torch.long, device=draws.device)
+    edges[1, :, 0], edges[3, :, 0] = rows, columns
+    for new in range(1, regions):
+        height, width = edges[1, :, :new] - edges[0, :, :new], edges[3, :, :new] - edges[2, :, :new]
+        by_row, by_column = (height - 1) * width, (width - 1) * height  # places, each as long as the cut
+        places = (by_row + by_column).cumsum(1)
+        cut = torch.searchsorted(places.float(), draws[0, :, new, None] * places[:, -1:], right=True)
+        cut = cut.clamp(max=new - 1)[:, 0]
+        own_rows, own_columns = by_row[image, cut], by_column[image, cut]
+        is_row = draws[1, :, new] * (own_rows + own_columns) < own_rows
+        old = edges[:, image, cut]  # [4, C]
+        begin, length = torch.where(is_row, old[0], old[2]), torch.where(is_row, height[image, cut], width[image, cut])
+        at = begin + 1 + (draws[2, :, new] * (length - 1)).long().clamp(max=(length - 2).clamp(min=0))
+        can_cut = length > 1
+        edges[:, image, new] = old
+        edges[0, image, new] = torch.where(is_row & can_cut, at, old[0])
+        edges[1, image, cut] = torch.where(is_row & can_cut, at, old[1])
+        edges[2, image, new] = torch.where(~is_row & can_cut, at, old[2])
+        edges[3, image, cut] = torch.where(~is_row & can_cut, at, old[3])
+    top, bottom, left, right = edges.unsqueeze(-1)
+    row, column = torch.arange(rows, device=draws.device), torch.arange(columns, device=draws.device)
+    inside_rows, inside_columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
+    return (inside_rows.unsqueeze(-1) & inside_columns.unsqueeze(-2)).flatten(2)
 
 
 def embed_regions(patches: Tensor, masks: Tensor, centre: Centre = "none", ranks: Ranks = SINGLE) -> Tensor:

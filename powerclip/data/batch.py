@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
+from powerclip.alignment.regions import DrawnRegions
 from powerclip.data.pixels import CLIP_MEAN, CLIP_STD
 from powerclip.data.tokens import Nodes
 
@@ -21,6 +22,7 @@ class BatchSpec:
     grid: tuple[int, int]  # rows and columns of patches
     batch_size: int  # C, of all ranks together
     regions: int = 10  # M, of each image
+    drawn: DrawnRegions = "random"  # how regions that are no masks are drawn
     largest_box: float = 1.0  # longest side of a random box, as a share of the image's
     nodes: Nodes = "phrases"  # which constituents of the trees take part
     crop: float = 0.9  # smallest share of an image's area that a crop keeps; scenes are shown whole

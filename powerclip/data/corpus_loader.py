@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.regions import boxes_of
+from powerclip.alignment.regions import regions_of
 from powerclip.data.batch import Batch, BatchSpec, shorter_captions
 from powerclip.data.corpus import Corpus
 from powerclip.data.crops import crop_boxes
@@ -71,7 +71,8 @@ class CorpusLoader(BatchLoader):
             short = self._padded(lengths[shorter_captions(len(lengths)) - 1])
         length = self._padded(lengths.max())
         crops = self._send(torch.from_numpy(crop_boxes(uniforms(keys(Draw.CROP), 4), spec.crop)))
-        regions = boxes_of(self._send(box_draws(keys(Draw.BOXES), spec.regions)), spec.grid, spec.largest_box)
+        draws = self._send(box_draws(keys(Draw.BOXES), spec.regions))
+        regions = regions_of(draws, spec.grid, spec.drawn, spec.largest_box)
         sent = self._send(images)
         if self.masks is not None and self._mask_counts is not None:
             mask_draws = torch.from_numpy(uniforms(keys(Draw.MASKS), int(self._mask_counts[images].max())))

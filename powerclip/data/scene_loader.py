@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from powerclip.alignment.regions import boxes_of
+from powerclip.alignment.regions import regions_of
 from powerclip.data.batch import Batch, BatchSpec
 from powerclip.data.keyed_random import Draw, keys_of
 from powerclip.data.loader import WORKER_KILLED, BatchLoader, begin_worker, box_draws
@@ -146,7 +146,7 @@ class SceneLoader(BatchLoader):
         return Batch(
             images=self._normalise(images),
             tokens=drawn.captions.tokens.to(spec.device),
-            regions=boxes_of(drawn.boxes.to(spec.device), spec.grid, spec.largest_box),
+            regions=regions_of(drawn.boxes.to(spec.device), spec.grid, spec.drawn, spec.largest_box),
             phrases=drawn.captions.phrases.to(spec.device),
             keys=drawn.keys,
             lengths=drawn.captions.lengths,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from powerclip.alignment.phrases import Phrases
-from powerclip.alignment.regions import boxes_of
+from powerclip.alignment.regions import regions_of
 from powerclip.data.batch import shorter_captions
 from powerclip.data.faults import TOPPED_UP, BadSample, Fault, FaultReport
 from powerclip.data.loader import box_draws
@@ -112,7 +112,7 @@ class BatchMaker:
         """Segments, and random boxes for those that are missing: the first ones drawn, so that each has its own."""
         spec = self.spec
         keys = np.array([sample.box_key for sample in samples], np.uint64)
-        regions = boxes_of(box_draws(keys, spec.regions), spec.grid, spec.largest_box)
+        regions = regions_of(box_draws(keys, spec.regions), spec.grid, spec.drawn, spec.largest_box)
         if self.segments:
             crops = torch.tensor([sample.crop.box for sample in samples], dtype=torch.float64)
             segments = choose_regions([sample.masks for sample in samples], crops, spec.regions, spec.grid)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from powerclip.alignment.regions import boxes_of, random_boxes
+from powerclip.alignment.regions import boxes_of, draw_boxes, regions_of
 from powerclip.data.masks import crop_masks
 from powerclip.errors import UserError, nearest
 from powerclip.evaluate.region_sets import MOST_REGIONS
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from powerclip.annotate.segmenters import Segmenter
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in shares of the image
-RegionKind = Literal["random", "superpixels", "mobile_sam", "boxes"]
+RegionKind = Literal["random", "partition", "superpixels", "mobile_sam", "boxes"]
 
-KINDS: tuple[RegionKind, ...] = ("random", "superpixels", "mobile_sam", "boxes")
+KINDS: tuple[RegionKind, ...] = ("random", "partition", "superpixels", "mobile_sam", "boxes")
 SEGMENTED = ("superpixels", "mobile_sam")
 
 
@@ -89,8 +89,8 @@ def region_masks(regions: Regions, view: Box, grid: tuple[int, int], pieces: Ten
     if regions.kind == "boxes":
         return _drawn(regions.boxes, view, grid)
     generator = torch.Generator().manual_seed(regions.seed)
-    if regions.kind == "random":
-        return random_boxes(1, regions.count, grid, generator, regions.largest)[0]
+    if regions.kind in ("random", "partition"):
+        return regions_of(draw_boxes(1, regions.count, generator), grid, regions.kind, regions.largest)[0]
     if pieces is None:
         raise ValueError(f"regions of kind {regions.kind} need the pieces that a segmenter found")
     masks = crop_masks(pieces[None], torch.tensor([view]), grid)[0] if len(pieces) else pieces.flatten(1)

@@ -33,7 +33,14 @@ from powerclip.alignment.embed import embed_captions
 from powerclip.alignment.late_interaction import late_pair_scores, late_scores
 from powerclip.alignment.phrases import Phrases
 from powerclip.alignment.ragged import Segments
-from powerclip.alignment.regions import MOST_ENUMERATED, boxes_of, centre_regions, sum_regions
+from powerclip.alignment.regions import (
+    MOST_ENUMERATED,
+    DrawnRegions,
+    boxes_of,
+    centre_regions,
+    regions_of,
+    sum_regions,
+)
 from powerclip.alignment.score import score_all, score_pairs
 from powerclip.data.keyed_random import keys_of, uniforms
 from powerclip.data.tokens import Nodes, TokenizedCaption, pack_phrases
@@ -63,6 +70,7 @@ class ScoreSettings:
     nodes: Nodes = "phrases"  # of powerset: which constituents of the trees take part
     boxes: int = BOXES  # M, random boxes of an image
     largest: float = 1.0  # longest side of a random box, of the image's
+    drawn: DrawnRegions = "random"  # or partition: boxes that cover the image once
     grid: int = 0  # all boxes of a grid of so many cells a side instead
     seed: int = 0  # of the random boxes
     ends: bool = True  # of late: whether the tokens for start and end of text take part
@@ -102,7 +110,8 @@ class ScoreSettings:
             return about | {"ends": self.ends}
         default = asdict(AlignmentConfig())
         changed = {key: value for key, value in asdict(self.alignment).items() if default[key] != value}
-        boxes: dict[str, Any] = {"grid": self.grid} if self.grid else {"largest": self.largest, "seed": self.seed}
+        drawn: dict[str, Any] = {} if self.drawn == "random" else {"drawn": self.drawn}
+        boxes = {"grid": self.grid} if self.grid else {"largest": self.largest, "seed": self.seed, **drawn}
         return about | {"alignment": changed, "nodes": self.nodes, "regions": self.regions, **boxes}
 
 
@@ -298,7 +307,7 @@ def draw_regions(images: Sequence[int], grid: tuple[int, int], settings: ScoreSe
         return boxes_of(draws, grid).expand(len(images), -1, -1)
     numbers = uniforms(keys_of(settings.seed, torch.tensor(images).numpy()), 4 * settings.boxes)
     draws = torch.from_numpy(numbers).float().view(len(images), 4, settings.boxes).transpose(0, 1)
-    return boxes_of(draws, grid, settings.largest)
+    return regions_of(draws, grid, settings.drawn, settings.largest)
 
 
 def _phrases(group: _Texts, trees: Sequence[Tree], nodes: Nodes) -> Phrases:

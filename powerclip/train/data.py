@@ -72,6 +72,7 @@ def batch_spec(recipe: Recipe, encoder: DualEncoder, device: torch.device, compi
         grid=encoder.grid,
         batch_size=recipe.train.batch_size,
         regions=recipe.regions.count,
+        drawn=recipe.regions.drawn,
         largest_box=recipe.regions.largest,
         nodes=recipe.nodes,
         crop=recipe.data.crop,

@@ -183,7 +183,7 @@ def describe_objective(recipe: Recipe) -> Iterator[str]:
     yield f"preset {config.preset}: loss {contrast}, negatives {config.negatives}{number}, λ {config.weight:g}"
     sets = "of any size" if config.largest_set == 0 else f"of at most {config.largest_set}"
     yield f"{config.aggregation}, {config.similarity}s, α {config.alpha:g}, τ {config.tau:g}, best sets {sets}"
-    kind = "stored masks" if regions.kind == "segments" else "random boxes"
+    kind = {"segments": "stored masks", "partition": "boxes of a random partition"}.get(regions.kind, "random boxes")
     largest = f" of at most {regions.largest:g} of the side" if regions.largest < 1 else ""
     parts = "trees" if config.parse_trees else "single tokens"
     yield f"M {regions.count} {kind}{largest} an image; {parts} of captions"

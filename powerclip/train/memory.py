@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from powerclip.alignment.regions import random_boxes
+from powerclip.alignment.regions import draw_boxes, regions_of
 from powerclip.data.batch import Batch
 from powerclip.data.scenes import generate
 from powerclip.data.tokens import CaptionTokenizer, pack_phrases
@@ -148,10 +148,11 @@ def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
     captions = [tokenizer.encode(scene.caption) for scene in scenes]
     tokens = tokenizer.pad([caption.ids for caption in captions], multiple=16)
     generator = torch.Generator().manual_seed(0)
+    draws = draw_boxes(pairs, recipe.regions.count, generator)
     return Batch(
         images=torch.randn(pairs, 3, *encoder.image_size, generator=generator),
         tokens=tokens,
-        regions=random_boxes(pairs, recipe.regions.count, encoder.grid, generator, recipe.regions.largest),
+        regions=regions_of(draws, encoder.grid, recipe.regions.drawn, recipe.regions.largest),
         phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),
         keys=[str(number) for number in range(pairs)],
         lengths=tuple(map(len, captions)),

@@ -39,6 +39,7 @@ def score_settings(
     chosen: dict[str, Any] = {"score": score, "rerank": rerank}
     if recipe is not None:
         chosen |= {"boxes": recipe.regions.count, "largest": recipe.regions.largest, "nodes": recipe.nodes}
+        chosen["drawn"] = recipe.regions.drawn
         chosen["ends"] = bool(recipe.objective_settings.get("ends", True))
         if score == "powerset" and recipe.objective == "powerclip" and recipe.alignment.projection == "separate":
             raise UserError(

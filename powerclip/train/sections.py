@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from powerclip.alignment.regions import DrawnRegions
 from powerclip.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -95,12 +96,20 @@ class DataSection:
 class RegionsSection:
     """Which regions of an image take part (§3.2)."""
 
-    kind: Literal["random", "segments"] = "random"  # segments: stored masks, topped up with random boxes
+    # random: boxes; partition: boxes that cover the image once; segments: stored masks, topped up with random boxes
+    kind: Literal["random", "partition", "segments"] = "random"
     count: PositiveInt = 10  # M, the regions of each image
     largest: PositiveShare = 1.0  # longest side of a box, as a share of the image's
 
     def __post_init__(self) -> None:
         validate(self, "regions")
+        if self.kind == "partition" and self.largest != 1:
+            raise ValueError("regions.largest is for random boxes: those of a partition are as large as its cuts leave")
+
+    @property
+    def drawn(self) -> DrawnRegions:
+        """How regions are drawn that are no masks."""
+        return "partition" if self.kind == "partition" else "random"
 
 
 @dataclass(frozen=True)

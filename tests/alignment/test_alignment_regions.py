@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from powerclip.alignment import embed_regions, random_boxes
 from powerclip.alignment.pooling import normalise
-from powerclip.alignment.regions import embed_region_sets, subset_matrix
+from powerclip.alignment.regions import draw_boxes, embed_region_sets, partition_of, regions_of, subset_matrix
 
 
 def boxes(count: int = 200, regions: int = 10, grid: tuple[int, int] = (7, 5), seed: int = 0) -> torch.Tensor:
@@ -33,6 +33,41 @@ def test_random_boxes_reach_every_patch_and_every_size():
 def test_random_boxes_follow_their_generator():
     assert torch.equal(boxes(seed=3), boxes(seed=3))
     assert not torch.equal(boxes(seed=3), boxes(seed=4))
+
+
+@pytest.mark.parametrize(
+    ("grid", "regions"), [((7, 5), 10), ((8, 8), 16), ((1, 6), 6), ((5, 1), 2), ((3, 3), 1), ((2, 2), 4)]
+)
+def test_a_partition_covers_every_patch_once_with_rectangles(grid: tuple[int, int], regions: int):
+    masks = partition_of(draw_boxes(300, regions, torch.Generator().manual_seed(0)), grid)
+    assert (masks.sum(1) == 1).all()
+    boxes = masks.view(-1, *grid)
+    assert boxes.flatten(1).any(1).all()
+    assert torch.equal(boxes, boxes.any(2).unsqueeze(2) & boxes.any(1).unsqueeze(1))
+
+
+def test_partitions_cut_everywhere_both_ways_and_large_boxes_first():
+    halves = partition_of(draw_boxes(2000, 2, torch.Generator().manual_seed(0)), (4, 3))[:, 0].view(-1, 4, 3)
+    heights, widths = halves.any(2).sum(1), halves.any(1).sum(1)
+    cuts = torch.stack([(widths == 3) & (heights == row) for row in (1, 2, 3)] + [widths == 1, widths == 2])
+    # Three lines of three edges and two of four: each edge is as likely as any other.
+    assert torch.allclose(cuts.double().mean(1), torch.tensor([3, 3, 3, 4, 4]).double() / 17, atol=0.03)
+    areas = partition_of(draw_boxes(500, 10, torch.Generator().manual_seed(0)), (8, 8)).sum(-1)
+    assert areas.amax(1).double().mean() < 3 * 64 / 10
+
+
+def test_more_regions_than_patches_are_single_patches():
+    masks = partition_of(draw_boxes(50, 7, torch.Generator().manual_seed(0)), (2, 2))
+    assert (masks.sum(-1) == 1).all()
+    assert masks.any(1).all()
+
+
+def test_regions_are_drawn_by_their_kind_from_the_same_numbers():
+    draws = draw_boxes(20, 6, torch.Generator().manual_seed(0))
+    assert torch.equal(
+        regions_of(draws, (6, 6), "random", 0.5), random_boxes(20, 6, (6, 6), torch.Generator().manual_seed(0), 0.5)
+    )
+    assert torch.equal(regions_of(draws, (6, 6), "partition"), partition_of(draws, (6, 6)))
 
 
 def test_a_region_is_the_normalised_sum_of_its_patches():

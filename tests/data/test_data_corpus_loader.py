@@ -99,6 +99,11 @@ def test_a_stream_is_the_same_however_many_threads_make_it(corpus, tokenizer, wo
     assert all(same(batch, reference.batch(step)) for step, batch in enumerate(streamed))
 
 
+def test_regions_of_a_partition_cover_each_image_once(corpus, tokenizer):
+    regions = loader(corpus, tokenizer, drawn="partition").batch(0).regions
+    assert (regions.sum(1) == 1).all()
+
+
 def test_seeds_say_which_images_and_which_parts_of_them(corpus, tokenizer):
     first, order, parts = (
         loader(corpus, tokenizer, batch_size=12, **seeds).batch(0) for seeds in ({}, {"seed": 1}, {"augment_seed": 1})

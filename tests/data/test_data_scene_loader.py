@@ -70,6 +70,12 @@ def test_shapes_are_those_of_the_grid_and_the_batch(tokenizer):
     assert len(batch.phrases.node_offsets) == 7
 
 
+def test_regions_of_a_partition_cover_each_image_once(tokenizer):
+    regions = loader(tokenizer, drawn="partition").batch(0).regions
+    assert regions.shape == (6, 5, 16)
+    assert (regions.sum(1) == 1).all()
+
+
 def test_boxes_follow_their_own_seed_and_change_from_step_to_step(tokenizer):
     first, other = loader(tokenizer), loader(tokenizer, augment_seed=1)
     assert torch.equal(first.batch(0).images, other.batch(0).images)

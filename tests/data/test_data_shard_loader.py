@@ -103,6 +103,11 @@ def test_a_batch_holds_images_captions_trees_and_regions_of_its_samples(shards):
     assert batch.counts == {"topped_up": 6}
 
 
+def test_regions_of_a_partition_cover_each_image_once(shards):
+    regions = loader(shards, batch_size=6, drawn="partition").batch(0).regions
+    assert (regions.sum(1) == 1).all()
+
+
 def test_without_trees_and_segments_captions_are_one_phrase_and_regions_are_boxes(shards):
     batch = loader(shards, batch_size=6).batch(0)
     captions = [TOKENIZER.encode(caption_of(key)) for key in batch.keys]
