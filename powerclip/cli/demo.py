@@ -22,7 +22,10 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 def demo(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL…", help="Model folders or names, side by side. [default: the quickstart's two]"),
+        typer.Argument(
+            metavar="MODEL…",
+            help="Model folders or names, side by side. [default: the quickstart's two, or the one in the package]",
+        ),
     ] = None,
     pictures: Annotated[Path | None, typer.Option("--pictures", help="A folder with pictures to show first.")] = None,
     port: Annotated[int, typer.Option("--port", help="Where the page is; 0 takes a free port.")] = 8000,

@@ -9,12 +9,14 @@ import typer
 
 from powerclip.cli.process import interruptible, table_columns
 from powerclip.errors import UserError
+from powerclip.runtime.shipped import MODEL
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(
     epilog="\b\nExamples:\n"
+    '  powerclip ground scene.png "a red circle above a small blue star"     # by the model in the package\n'
     '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
     '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 --pretrained laion2b_s34b_b88k -o chair.png\n'
     '  powerclip ground dog.jpg "a dog on a chair" -m runs/a/model --tree "(NP (NP a dog) (PP on (NP a chair)))"\n'
@@ -30,9 +32,10 @@ def ground(
         typer.Option(
             "--model",
             "-m",
-            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated.",
+            help="A model: an open_clip name, a folder, a run, a checkpoint or hf-hub:ORG/NAME; may be repeated. "
+            "The one in the package knows drawn scenes only.",
         ),
-    ],
+    ] = [MODEL],  # noqa: B006
     output: Annotated[Path, typer.Option("--output", "-o", help="The image to write.")] = Path("ground.png"),
     tree: Annotated[
         list[str] | None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from powerclip.errors import UserError
 from powerclip.evaluate.ground_figure import model_names
+from powerclip.runtime.shipped import MODEL
 
 if TYPE_CHECKING:
     from powerclip.demo.engine import Engine
@@ -34,20 +35,13 @@ class DemoOptions:
     open_browser: bool = False
 
 
-def find_models(quickstart: Path = QUICKSTART) -> list[Path]:
-    """The quickstart's two models, of its first seed.
-
-    Raises:
-        UserError: they are not there; it says how to make them.
-    """
+def find_models(quickstart: Path = QUICKSTART) -> list[str]:
+    """The quickstart's two models, of its first seed; where there are none, the one that comes with the package."""
     for seed in sorted(quickstart.glob("seed-*")):
         found = [seed / name / "model" for name in ("clip", "powerclip") if (seed / name / "model").is_dir()]
         if found:
-            return found
-    raise UserError(
-        f"no model given, and none of the quickstart's in {quickstart}: make them with `powerclip quickstart` "
-        "(about 5 minutes on 2 cores), or name a model: powerclip demo MODEL"
-    )
+            return [str(path) for path in found]
+    return [MODEL]
 
 
 def make_engine(options: DemoOptions) -> Engine:
@@ -58,7 +52,7 @@ def make_engine(options: DemoOptions) -> Engine:
     from powerclip.evaluate.ground import GroundingModel
     from powerclip.runtime.distributed import choose_device
 
-    models = [str(model) for model in options.models or find_models()]
+    models = list(options.models or find_models())
     pictures = PictureStore(options.pictures)
     device = str(choose_device(options.device, setting="--device"))
     loaded = [

@@ -10,6 +10,7 @@ Every command and every recipe names models this way:
 | `RUN/checkpoints/step-000100.pt` | one checkpoint of a run, or a folder `step-000100` that ranks wrote in parts |
 | `DIR` | a `CLIPModel` of Hugging Face |
 | `hf-hub:ORG/NAME` | a model on the hub, of open_clip or a `CLIPModel` |
+| `powerclip-scenes` | the small model that comes with this package: it knows the embedded scenes |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from powerclip.encoders.transforms import Preprocess, Tokenizer, preprocess_for,
 from powerclip.encoders.weights import download, fit_weights, load_weights
 from powerclip.errors import UserError, first_line
 from powerclip.runtime.checkpoint_file import RUN_FILE, BadCheckpoint, by_step, is_checkpoint, read, read_sharded
+from powerclip.runtime.shipped import MODEL, MODEL_FOLDER
 
 _LOCAL = "local-dir:"
 _HUB = "hf-hub:"
@@ -47,7 +49,8 @@ def load(
 
     Args:
         path_or_name: an open_clip name (`ViT-B-16/laion2b_s34b_b88k`), a folder that this package or open_clip saved, a
-            run's folder or one of its checkpoints, or a model on the hub (`hf-hub:org/model`).
+            run's folder or one of its checkpoints, a model on the hub (`hf-hub:org/model`), or `powerclip-scenes`, the
+            small one in this package.
         pretrained: with a name, the tag of its pretrained weights, a weights file, or a model with the same towers.
         device: where to put the model.
 
@@ -141,6 +144,8 @@ def _whole(source: str) -> Blueprint | None:
     path = Path(source.removeprefix(_LOCAL)).expanduser()
     if path.is_dir():
         return _in_folder(path)
+    if source == MODEL:
+        return stored(MODEL_FOLDER)
     if is_checkpoint(path):
         return _from_checkpoint(path, read(path))
     if source.startswith(_LOCAL):

@@ -1,4 +1,4 @@
-"""Recipes and studies that come with the package: found by their name, or by their path in the repository."""
+"""What comes with the package: recipes and studies, found by their name or their path in the repository; a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal
 from powerclip.errors import UserError, nearest
 
 Folder = Literal["recipes", "studies"]
+
+MODEL = "powerclip-scenes"  # a small model that knows the embedded scenes: what commands take without --model
+MODEL_FOLDER = Path(__file__).resolve().parents[1] / "models" / MODEL
 
 
 def find_yaml(name: str | Path, folder: Folder) -> Path:

@@ -278,11 +278,10 @@ def test_one_batch_runs_each_tower_once_for_what_is_new(engine, monkeypatch):
     assert calls == []
 
 
-def test_without_models_the_command_that_makes_them_is_said(tmp_path):
-    with pytest.raises(UserError, match="powerclip quickstart"):
-        find_models(tmp_path)
+def test_without_models_the_quickstarts_are_taken_and_else_that_of_the_package(tmp_path):
+    assert find_models(tmp_path) == ["powerclip-scenes"]
     (tmp_path / "seed-0" / "powerclip" / "model").mkdir(parents=True)
-    assert find_models(tmp_path) == [tmp_path / "seed-0" / "powerclip" / "model"]
+    assert find_models(tmp_path) == [str(tmp_path / "seed-0" / "powerclip" / "model")]
     with pytest.raises(UserError, match="no folder"):
         make_engine(DemoOptions(models=["no-such-model"], pictures=tmp_path / "missing"))
 
