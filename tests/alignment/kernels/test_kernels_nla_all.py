@@ -34,6 +34,14 @@ def test_values_and_gradients_equal_plain_autograd(name, config):
         assert_scores(ours, expected, tolerance)
 
 
+@pytest.mark.parametrize("config", ["default", "paper"])
+def test_each_patch_of_a_grid_may_be_a_region(config):
+    one, settings = instance([2, 1], 3, 64), CONFIGS[config]
+    ours, expected = gradients(nla_all, one, settings, torch.float32), plain(one, settings)
+    for found, exact, tolerance in zip(ours, expected, (1e-5, 5e-3, 5e-3), strict=True):
+        assert_scores(found, exact, tolerance)
+
+
 @pytest.mark.parametrize("config", ["soft", "soft, empty set, sums", "very soft"])
 def test_gradients_are_accurate_where_the_formulas_are_smooth(config):
     one = INSTANCES["ragged, few"]()

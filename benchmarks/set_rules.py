@@ -1,0 +1,118 @@
+"""Which rule finds a phrase's set of boxes: cosine, the best box, or all boxes within a margin of the best one?
+
+    python benchmarks/set_rules.py MODEL… --scenes 1000
+    python benchmarks/set_rules.py MODEL… --grounding $POWERCLIP_DATA/grounding/flickr8k-val.jsonl.gz \
+        --images $POWERCLIP_DATA/captions10k/val-000.tar
+
+F1 of phrases in their captions that name one box and several. The margin is the best for the sum of both F1 on the
+images of even number; all rules are compared on those of odd number.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measure import RESULTS, markdown, origin, run, write_result
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from powerclip.alignment.regions import embed_regions
+from powerclip.data.tokens import CaptionTokenizer
+from powerclip.encoders import load
+from powerclip.evaluate import metrics
+from powerclip.evaluate.embedder import Embedder, PixelStore
+from powerclip.evaluate.entities import read_entities
+from powerclip.evaluate.scenes import scene_grounding
+from powerclip.evaluate.tasks import Grounding
+
+MARGINS = torch.linspace(0, 0.6, 61).tolist()
+Phrase = tuple[Tensor, Tensor, Tensor]  # similarities with the boxes [M], their Gram matrix [M, M], gold [M] bool
+Rule = Callable[[Tensor, Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--scenes", type=int, help="on so many scenes with phrases for several objects")
+    parser.add_argument("--grounding", type=Path, help="on phrases with boxes")
+    parser.add_argument("--images", type=Path, help="their images")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    rows, found = [], []
+    pixels = PixelStore()
+    for model in given.models:
+        encoder, _, tokenizer = load(model)
+        embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=pixels)
+        size = encoder.image_size[0]
+        task = scene_grounding(given.scenes, size) if given.scenes else read_entities(given.grounding, [given.images])
+        even, odd = similarities(embedder, task)
+        margin = max(MARGINS, key=lambda margin: sum(mean_f1(even, within(margin))))
+        rules: dict[str, Rule] = {
+            "best box": within(0.0),
+            "cosine": by_cosine,
+            f"within {margin:.2f}": within(margin),
+            "all boxes": lambda q, gram: torch.ones_like(q, dtype=torch.bool),
+        }
+        name = "/".join(Path(model).parts[-3:-1])
+        for rule, choose in rules.items():
+            one, several = mean_f1(odd, choose)
+            found.append({"model": name, "rule": rule, "one": one, "several": several})
+            rows.append([name, rule, f"{100 * one:.1f}", f"{100 * several:.1f}"])
+            print(*rows[-1], sep=" · ", flush=True)
+    table = markdown(rows, ["F1, %", "rule", "one box", "several"])
+    data = "scenes" if given.scenes else given.grounding.name.split(".")[0]
+    print(table, write_result(given.output, f"set-rules-{data}", origin(), {"rows": found}, table), sep="\n\n")
+
+
+def similarities(embedder: Embedder, task: Grounding) -> tuple[list[Phrase], list[Phrase]]:
+    """The phrases of images of even and of odd number, with two to `most_regions` boxes to choose from."""
+    game, grid = task.phrases, embedder.encoder.grid
+    queries = normalize(game.queries(embedder)["words"].float(), dim=-1)
+    phrases_of = game.phrases_of_images()
+    boxes_of = game.boxes if game.objects is None else game.objects
+    halves: tuple[list[Phrase], list[Phrase]] = ([], [])
+
+    def use(image: int, patches: Tensor) -> None:
+        numbers = phrases_of.get(image, [])
+        boxes = list(dict.fromkeys(box for phrase in numbers for box in boxes_of[phrase]))
+        if not 1 < len(boxes) <= task.most_regions:
+            return
+        masks = metrics.box_masks(torch.tensor(boxes), grid).flatten(1)
+        regions = embed_regions(patches[None].float(), masks[None])[0]
+        gram = regions @ regions.T
+        for number in numbers:
+            gold = torch.tensor([box in game.boxes[number] for box in boxes])
+            halves[image % 2].append((regions @ queries[number], gram, gold))
+
+    embedder.patches(
+        game.images, lambda images, batch: [use(*pair) for pair in zip(images, batch, strict=True)] and None
+    )
+    return halves
+
+
+def within(margin: float) -> Rule:
+    """All boxes whose similarity is at most `margin` below the best."""
+    return lambda q, gram: q >= q.max() - margin
+
+
+def by_cosine(q: Tensor, gram: Tensor) -> Tensor:
+    """The set whose sum has the highest cosine with the phrase."""
+    sets = (torch.arange(1, 2 ** len(q)).unsqueeze(1) >> torch.arange(len(q)) & 1).to(q.dtype)
+    lengths = ((sets @ gram) * sets).sum(1).clamp(min=1e-12).sqrt()
+    return sets[((sets @ q) / lengths).argmax()].bool()
+
+
+def mean_f1(phrases: list[Phrase], rule: Rule) -> list[float]:
+    """Mean F1 of the phrases with one box, and of those with several."""
+    scores: dict[bool, list[float]] = {False: [], True: []}
+    for q, gram, gold in phrases:
+        chosen = rule(q, gram)
+        scores[bool(gold.sum() > 1)].append(2 * float((chosen & gold).sum()) / float(chosen.sum() + gold.sum()))
+    return [sum(values) / len(values) for values in (scores[False], scores[True])]
+
+
+if __name__ == "__main__":
+    run(main)
