@@ -1,4 +1,4 @@
-"""The quickstart: a study of CLIP and PowerCLIP-R on the embedded scenes, with a report for newcomers."""
+"""The quickstart: a study of CLIP and PowerCLIP on the embedded scenes, with a report for newcomers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from powerclip.train.run_folder import RunFolder
 
 RECIPES = ("quickstart/clip", "quickstart/powerclip")  # the baseline first
 LAYOUT = "seed-{seed}/{setting}"
-MODELS = {"clip": "CLIP", "powerclip": "PowerCLIP-R"}  # setting → what tables call it
+MODELS = {"clip": "CLIP", "powerclip": "PowerCLIP"}  # setting → what tables call it
 CURVES = {"clip": "CLIP loss", "alignment": "Alignment loss", "violation": "Violation rate"}
 KIND_LABELS = {
     "replace_obj": "replace an object",

@@ -11,9 +11,9 @@ from powerclip.report.charts import Curve, line_chart
 from powerclip.report.page import html_page
 from powerclip.report.table import Table
 
-TITLE = "CLIP and PowerCLIP-R on the embedded scenes"
-COLOURS = {"CLIP": "#c2571a", "PowerCLIP-R": "#1f5fbf"}
-CLASSES = {"CLIP": "clip", "PowerCLIP-R": "powerclip"}  # of heads and names in the page's CSS
+TITLE = "CLIP and PowerCLIP on the embedded scenes"
+COLOURS = {"CLIP": "#c2571a", "PowerCLIP": "#1f5fbf"}
+CLASSES = {"CLIP": "clip", "PowerCLIP": "powerclip"}  # of heads and names in the page's CSS
 
 STYLE = "".join(
     f"th.{name}, b.{name}, td.ahead-{name} {{ color: {COLOURS[model]}; }}\n" for model, name in CLASSES.items()
@@ -72,8 +72,8 @@ def verdict(measures: int, ahead: Mapping[str, int]) -> str:
     """One sentence that says who is ahead, as measured."""
     level = measures - sum(ahead.values())
     text = (
-        f"Same towers, same scenes, same number of steps: of {measures} measures {_name('PowerCLIP-R')} is ahead on "
-        f"{ahead['PowerCLIP-R']} and {_name('CLIP')} on {ahead['CLIP']}"
+        f"Same towers, same scenes, same number of steps: of {measures} measures {_name('PowerCLIP')} is ahead on "
+        f"{ahead['PowerCLIP']} and {_name('CLIP')} on {ahead['CLIP']}"
     )
     return text + (f"; {level} {'is' if level == 1 else 'are'} level." if level else ".")
 
@@ -86,11 +86,11 @@ def _explanation(regions: int) -> str:
     return f"""<h2>What is compared</h2>
 <p>{_name("CLIP")} embeds an image as one vector and a caption as another, and is trained to bring the vectors of a
 matching pair close together. Nothing in its loss says <em>which part</em> of the image a word refers to.</p>
-<p>{_name("PowerCLIP-R")} is trained with the same loss and a second one on parts. From the image it takes {regions}
-regions (the R: boxes drawn at random), from the caption every phrase of its parse tree: “a red star”, “left of a blue
-ring”, the whole sentence. A phrase may refer to several regions at once, so the loss looks for the best phrase of every
-<em>set</em> of regions, the powerset: {regions} regions make {2**regions:,} sets. They are not enumerated: a nonlinear
-aggregation of {regions} similarities for each phrase approximates all of them. The loss also looks for the best
+<p>{_name("PowerCLIP")} is trained with the same loss and a second one on parts. From the image it takes {regions}
+regions, by default every patch, from the caption every phrase of its parse tree: “a red star”, “left of a blue ring”,
+the whole sentence. A phrase may refer to several regions at once, so the loss looks for the best phrase of every
+<em>set</em> of regions, the powerset: {regions} regions make 2<sup>{regions}</sup> sets. They are not enumerated: a
+nonlinear aggregation of {regions} similarities for each phrase approximates all of them. The loss also looks for the best
 region of each phrase. Regions and phrases of a matching pair should score higher than those of any other pair.</p>
 <p>The trained models are used in the same way: two towers, one vector for an image and one for a text, no boxes and no
 trees.</p>"""
@@ -110,7 +110,7 @@ def _chart_note(seeds: Sequence[int]) -> str:
     return (
         f"{which}The CLIP loss is the term that both share. The alignment loss and the violation rate "
         "(share of images and captions for which some wrong partner in the batch scores higher than the right one) "
-        'belong to <span class="whole">PowerCLIP-R</span>.'
+        'belong to <span class="whole">PowerCLIP</span>.'
     )
 
 

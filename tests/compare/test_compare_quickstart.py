@@ -63,7 +63,7 @@ def finished(recipes, tmp_path_factory):
 
 def test_it_trains_both_models_and_writes_table_report_and_heatmaps(finished):
     output, results, printed = finished
-    for text in ("PowerCLIP-R", "swap two attributes", "in caption: its own", "report.html", "step 2/3"):
+    for text in ("PowerCLIP", "swap two attributes", "in caption: its own", "report.html", "step 2/3"):
         assert text in printed
     for section in ("Retrieval", "Zero-shot", "Composition", "Pointing game", "Training"):
         assert f"│ {section} " in printed

@@ -6,15 +6,15 @@ from xml.etree import ElementTree
 
 from powerclip.report.charts import line_chart, smooth
 
-COLOURS = {"CLIP": "#c2571a", "PowerCLIP-R": "#1f5fbf"}
+COLOURS = {"CLIP": "#c2571a", "PowerCLIP": "#1f5fbf"}
 
 
 def test_a_chart_is_valid_svg_with_a_line_for_each_model():
-    curves = {"CLIP": [(1, 2.0), (2, 1.0)], "PowerCLIP-R": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}
+    curves = {"CLIP": [(1, 2.0), (2, 1.0)], "PowerCLIP": [(1, 2.0), (2, float("nan")), (3, 1.0), (4, 0.5)]}
     chart = ElementTree.fromstring(line_chart("loss <1>", curves, COLOURS))
     lines = [element.get("stroke") for element in chart if element.tag == "polyline"]
     # The value that is not finite cuts its line in two.
-    assert lines == [COLOURS["CLIP"], COLOURS["PowerCLIP-R"], COLOURS["PowerCLIP-R"]]
+    assert lines == [COLOURS["CLIP"], COLOURS["PowerCLIP"], COLOURS["PowerCLIP"]]
 
 
 def test_a_chart_keeps_its_points_inside_the_frame_and_higher_values_higher():

@@ -10,7 +10,7 @@ from powerclip.report.quickstart_page import Report, render, verdict
 from powerclip.report.table import Cell, Column, Row, Table
 
 TABLE = Table(
-    [Column("chance", css="faint"), Column("CLIP", css="clip"), Column("PowerCLIP-R"), Column("difference")],
+    [Column("chance", css="faint"), Column("CLIP", css="clip"), Column("PowerCLIP"), Column("difference")],
     [Row("R@1", [Cell("0.1"), Cell("41.2"), Cell("52.3", "best"), Cell("+11.1", css="ahead-powerclip")], "Retrieval")],
 )
 
@@ -19,8 +19,8 @@ def report(**changes: Any) -> Report:
     settings: dict[str, Any] = {
         "table": TABLE,
         "measures": 20,
-        "ahead": {"CLIP": 5, "PowerCLIP-R": 14},
-        "curves": {"CLIP loss": {"CLIP": [(1, 4.0), (2, 3.0)], "PowerCLIP-R": [(1, 4.0), (2, 2.5)]}},
+        "ahead": {"CLIP": 5, "PowerCLIP": 14},
+        "curves": {"CLIP loss": {"CLIP": [(1, 4.0), (2, 3.0)], "PowerCLIP": [(1, 4.0), (2, 2.5)]}},
         "heatmaps": b"png",
         "regions": 10,
         "steps": 250,
@@ -35,10 +35,10 @@ def report(**changes: Any) -> Report:
 
 
 def test_the_verdict_counts_for_both_sides():
-    assert "of 20 measures" in verdict(20, {"CLIP": 5, "PowerCLIP-R": 14})
-    assert verdict(20, {"CLIP": 5, "PowerCLIP-R": 14}).endswith('on 14 and <b class="clip">CLIP</b> on 5; 1 is level.')
-    assert "20 are level" in verdict(20, {"CLIP": 0, "PowerCLIP-R": 0})
-    assert "level" not in verdict(20, {"CLIP": 6, "PowerCLIP-R": 14})
+    assert "of 20 measures" in verdict(20, {"CLIP": 5, "PowerCLIP": 14})
+    assert verdict(20, {"CLIP": 5, "PowerCLIP": 14}).endswith('on 14 and <b class="clip">CLIP</b> on 5; 1 is level.')
+    assert "20 are level" in verdict(20, {"CLIP": 0, "PowerCLIP": 0})
+    assert "level" not in verdict(20, {"CLIP": 6, "PowerCLIP": 14})
 
 
 class Links(HTMLParser):
@@ -74,7 +74,7 @@ def test_the_page_shows_the_table_the_curves_and_what_they_were_made_on():
     assert TABLE.html() in page
     assert '<td class="ahead-powerclip">+11.1</td>' in page
     assert page.count("<svg") == 1
-    assert "10 regions make 1,024 sets" in page
+    assert "10 regions make 2<sup>10</sup> sets" in page
     assert "700 comparisons" in page
     assert "seed 0" in page
     assert "over 3 seeds" in render(report(seeds=[0, 1, 2]))
