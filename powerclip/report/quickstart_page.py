@@ -90,8 +90,8 @@ matching pair close together. Nothing in its loss says <em>which part</em> of th
 regions, by default every patch, from the caption every phrase of its parse tree: “a red star”, “left of a blue ring”,
 the whole sentence. A phrase may refer to several regions at once, so the loss looks for the best phrase of every
 <em>set</em> of regions, the powerset: {regions} regions make 2<sup>{regions}</sup> sets. They are not enumerated: a
-nonlinear aggregation of {regions} similarities for each phrase approximates all of them. The loss also looks for the best
-region of each phrase. Regions and phrases of a matching pair should score higher than those of any other pair.</p>
+nonlinear aggregation of {regions} similarities for each phrase approximates all of them. The loss also looks for the
+best region of each phrase. Regions and phrases of a matching pair should score higher than those of any other pair.</p>
 <p>The trained models are used in the same way: two towers, one vector for an image and one for a text, no boxes and no
 trees.</p>"""
 
