@@ -33,7 +33,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 # Test scenes of seed 0 whose captions the embedded parser reads as they are meant, and an edit of each caption. The
-# quickstart's PowerCLIP finds both objects of the first three and misses them in the last.
+# quickstart's PowerCLIP and the model in the package find both objects of the first three and miss one in the last.
 _SCENES = (
     (91, "A plain purple moon on the right of a large orange star"),
     (138, "there is a pink circle above a large orange square"),
