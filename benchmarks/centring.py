@@ -39,28 +39,48 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = parse_arguments(__doc__)
+    rows, found = [], []
+    for name, embedder, task in models_on(given):
+        for centred, scores in measure(embedder, task):
+            rows.append([name, centred, *(f"{100 * scores[key]:.1f}" for key in COLUMNS.values())])
+            found.append({"model": name, "as": centred, **scores})
+            print(*rows[-1], sep=" · ", flush=True)
+    table = markdown(rows, ["%", "", *COLUMNS])
+    print(
+        table, write_result(given.output, f"centring-{data_name(given)}", origin(), {"runs": found}, table), sep="\n\n"
+    )
+
+
+def parse_arguments(about: str) -> argparse.Namespace:
+    """Models, and scenes or phrases with boxes to measure them on."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--scenes", type=int, help="on so many scenes with phrases for several objects")
-    parser.add_argument("--grounding", type=Path, help="on phrases with boxes")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--scenes", type=int, help="on so many scenes with phrases for several objects")
+    data.add_argument("--grounding", type=Path, help="on phrases with boxes")
     parser.add_argument("--images", type=Path, help="their images")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
-    rows, found = [], []
+    if given.grounding and not given.images:
+        parser.error("--grounding needs --images")
+    return given
+
+
+def models_on(given: argparse.Namespace) -> Iterator[tuple[str, Embedder, Grounding]]:
+    """Each model's name, the model, and the phrases to measure it on."""
     pixels = PixelStore()
     for model in given.models:
         encoder, _, tokenizer = load(model)
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=pixels)
         size = encoder.image_size[0]
         task = scene_grounding(given.scenes, size) if given.scenes else read_entities(given.grounding, [given.images])
-        name = "/".join(Path(model).parts[-3:-1])
-        for centred, scores in measure(embedder, task):
-            rows.append([name, centred, *(f"{100 * scores[key]:.1f}" for key in COLUMNS.values())])
-            found.append({"model": name, "as": centred, **scores})
-            print(*rows[-1], sep=" · ", flush=True)
-    table = markdown(rows, ["%", "", *COLUMNS])
-    data = "scenes" if given.scenes else given.grounding.name.split(".")[0]
-    print(table, write_result(given.output, f"centring-{data}", origin(), {"runs": found}, table), sep="\n\n")
+        yield "/".join(Path(model).parts[-3:-1]) or model, embedder, task
+
+
+def data_name(given: argparse.Namespace) -> str:
+    """What the results are called after."""
+    return "scenes" if given.scenes else given.grounding.name.split(".")[0]
 
 
 def measure(embedder: Embedder, task: Grounding) -> Iterator[tuple[str, dict[str, float]]]:

@@ -10,22 +10,17 @@ images of even number; all rules are compared on those of odd number.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import RESULTS, markdown, origin, run, write_result
+from centring import data_name, models_on, parse_arguments
+from measure import markdown, origin, run, write_result
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from powerclip.alignment.regions import embed_regions
-from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import load
 from powerclip.evaluate import metrics
-from powerclip.evaluate.embedder import Embedder, PixelStore
-from powerclip.evaluate.entities import read_entities
-from powerclip.evaluate.scenes import scene_grounding
+from powerclip.evaluate.embedder import Embedder
 from powerclip.evaluate.tasks import Grounding
 
 MARGINS = torch.linspace(0, 0.6, 61).tolist()
@@ -34,20 +29,9 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--scenes", type=int, help="on so many scenes with phrases for several objects")
-    parser.add_argument("--grounding", type=Path, help="on phrases with boxes")
-    parser.add_argument("--images", type=Path, help="their images")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    given = parse_arguments(__doc__)
     rows, found = [], []
-    pixels = PixelStore()
-    for model in given.models:
-        encoder, _, tokenizer = load(model)
-        embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=pixels)
-        size = encoder.image_size[0]
-        task = scene_grounding(given.scenes, size) if given.scenes else read_entities(given.grounding, [given.images])
+    for name, embedder, task in models_on(given):
         even, odd = similarities(embedder, task)
         margin = max(MARGINS, key=lambda margin: sum(mean_f1(even, within(margin))))
         rules: dict[str, Rule] = {
@@ -56,15 +40,15 @@ def main() -> None:
             f"within {margin:.2f}": within(margin),
             "all boxes": lambda q, gram: torch.ones_like(q, dtype=torch.bool),
         }
-        name = "/".join(Path(model).parts[-3:-1])
         for rule, choose in rules.items():
             one, several = mean_f1(odd, choose)
             found.append({"model": name, "rule": rule, "one": one, "several": several})
             rows.append([name, rule, f"{100 * one:.1f}", f"{100 * several:.1f}"])
             print(*rows[-1], sep=" · ", flush=True)
     table = markdown(rows, ["F1, %", "rule", "one box", "several"])
-    data = "scenes" if given.scenes else given.grounding.name.split(".")[0]
-    print(table, write_result(given.output, f"set-rules-{data}", origin(), {"rows": found}, table), sep="\n\n")
+    print(
+        table, write_result(given.output, f"set-rules-{data_name(given)}", origin(), {"rows": found}, table), sep="\n\n"
+    )
 
 
 def similarities(embedder: Embedder, task: Grounding) -> tuple[list[Phrase], list[Phrase]]:
