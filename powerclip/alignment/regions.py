@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from powerclip.alignment.config import Centre
@@ -63,15 +62,10 @@ def partition_of(draws: Tensor, grid: tuple[int, int]) -> Tensor:
     """M boxes [C, M, N] that cover the image once, from uniform numbers [4, C, M]: M - 1 random cuts.
 
     A cut goes through one of the boxes so far, along a line of the grid. All edges between two patches of a box are
-    equally likely to lie on it, so large boxes are cut first. With as many regions as patches each is a patch, row by
-    row; with more, some are the same.
+    equally likely to lie on it, so large boxes are cut first. With more regions than patches, some are the same patch.
     """
     _, count, regions = draws.shape
     rows, columns = grid
-    patches = rows * columns
-    if regions >= patches:
-        patch = torch.arange(regions, device=draws.device) % patches
-        return F.one_hot(patch, patches).bool().repeat(count, 1, 1)
     image = torch.arange(count, device=draws.device)
     # First and last row, first and last column, one past the end: [4, C, M]. Boxes that are still to come are empty.
     edges = torch.zeros(4, count, regions, dtype=torch.long, device=draws.device)
