@@ -10,7 +10,7 @@ images of even number; all rules are compared on those of odd number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from centring import data_name, models_on, parse_arguments
@@ -59,7 +59,7 @@ def similarities(embedder: Embedder, task: Grounding) -> tuple[list[Phrase], lis
     boxes_of = game.boxes if game.objects is None else game.objects
     halves: tuple[list[Phrase], list[Phrase]] = ([], [])
 
-    def use(image: int, patches: Tensor) -> None:
+    def choose(image: int, patches: Tensor) -> None:
         numbers = phrases_of.get(image, [])
         boxes = list(dict.fromkeys(box for phrase in numbers for box in boxes_of[phrase]))
         if not 1 < len(boxes) <= task.most_regions:
@@ -71,9 +71,11 @@ def similarities(embedder: Embedder, task: Grounding) -> tuple[list[Phrase], lis
             gold = torch.tensor([box in game.boxes[number] for box in boxes])
             halves[image % 2].append((regions @ queries[number], gram, gold))
 
-    embedder.patches(
-        game.images, lambda images, batch: [use(*pair) for pair in zip(images, batch, strict=True)] and None
-    )
+    def use(images: Sequence[int], batch: Tensor) -> None:
+        for image, patches in zip(images, batch, strict=True):
+            choose(image, patches)
+
+    embedder.patches(game.images, use)
     return halves
 
 
