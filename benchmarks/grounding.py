@@ -1,6 +1,7 @@
 """The five grounding metrics of all methods in one table: trains a study, and measures its models on Flickr8k val.
 
     python benchmarks/grounding.py studies/grounding.yaml --seeds 3 --processes 3 -o runs/grounding
+    python benchmarks/grounding.py runs/pretrained/both -o runs/pretrained/grounding     # models: METHOD/seed-N/model
 
 Each run is measured by the process that trained it, and the table is brought up to date, so a table of what is done is
 there at any time. What is trained or measured already is not done again: the command goes on where it stopped.
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from measure import run as run_script
 from rich.console import Console
 
 from powerclip.compare.pool import train_run
@@ -30,7 +32,7 @@ from powerclip.compare.study import Run, RunFailure, Study, read_study
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load, save, tokenizer_for
 from powerclip.errors import UserError
-from powerclip.evaluate.embedder import Embedder
+from powerclip.evaluate.embedder import Embedder, PixelStore
 from powerclip.evaluate.hard_negatives.command import write_negatives
 from powerclip.evaluate.hard_negatives.make import MOST
 from powerclip.evaluate.runner import Job, evaluate, jobs_for_paths, read_records
@@ -89,7 +91,7 @@ class Data:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("study")
+    parser.add_argument("study", help="a study's file, or a folder of models")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
@@ -103,6 +105,9 @@ def main() -> None:
     if not negatives.exists():
         write_negatives(val, negatives, sorted((root / "captions10k").glob("train-*.tar")), most=MOST)
     data = Data(val, root / "grounding" / "flickr8k-val.jsonl.gz", negatives)
+    if Path(given.study).is_dir():
+        measure_models(Path(given.study), data, given.output, given.only)
+        return
     study = read_study([given.study], [*given.overrides, "train.checkpoint_every=0"])
     study = study.only(given.only) if given.only else study
     seeds = list(range(given.seeds))
@@ -110,6 +115,41 @@ def main() -> None:
     compare_study(study, given.output, seeds, RunOptions(keep_models=True), ())  # tries again what has failed
     if failures:
         measure_study(study, data, given.output, seeds, given.processes)
+
+
+def measure_models(models: Path, data: Data, output: Path, only: list[str]) -> None:
+    """Measure models that were trained elsewhere, one at a time."""
+    folders = sorted(folder.parent for folder in models.glob("*/seed-*/model"))
+    folders = [folder for folder in folders if not only or folder.parent.name in only]
+    if not folders:
+        raise UserError(f"{models} has no METHOD/seed-N/model" + f" of {', '.join(only)}" * bool(only))
+    measured: Measured = {folder.parent.name: {} for folder in folders}
+    seeds, pixels, jobs = sorted({_seed(folder) for folder in folders}), DataCache().pixels, data.jobs()
+    for folder in folders:
+        results = output / folder.parent.name / folder.name
+        if not _is_measured(folder / "model", results):
+            failure = measure_model(folder / "model", results, jobs, pixels)
+            if failure:
+                raise UserError(f"{folder}: {failure}")
+        measured[folder.parent.name][_seed(folder)] = read_measured(results)
+        write_table(measured, output, seeds)
+
+
+def _seed(folder: Path) -> int:
+    return int(folder.name.removeprefix("seed-"))
+
+
+def measure_model(model: Path, results: Path, jobs: list[Job], pixels: PixelStore) -> str:
+    """Measure one model; what failed or was missing, or nothing."""
+    encoder, _, tokenizer = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
+    embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=pixels)
+    done = evaluate(embedder, jobs, results, model=str(model), quiet=True)
+    return "; ".join([*done.failed.values(), *done.missing.values()])
+
+
+def read_measured(results: Path) -> dict[str, Mapping[str, float]]:
+    """The metrics of each file of results."""
+    return {file: read_records(results / f"{file}.json")[0]["metrics"] for file in (PHRASES, MOSAICS, NEGATIVES)}
 
 
 def measure_study(study: Study, data: Data, output: Path, seeds: list[int], processes: int) -> int:
@@ -129,10 +169,7 @@ def measure_study(study: Study, data: Data, output: Path, seeds: list[int], proc
                 failures += 1
                 print(f"{head}: failed: {failure or 'every process that tried it died'}", flush=True)
                 continue
-            results = _results(run.folder)
-            measured[run.setting][run.seed] = {
-                file: read_records(results / f"{file}.json")[0]["metrics"] for file in (PHRASES, MOSAICS, NEGATIVES)
-            }
+            measured[run.setting][run.seed] = read_measured(_results(run.folder))
             print(f"{head}: measured", flush=True)
             write_table(measured, output, seeds)
     finally:
@@ -161,11 +198,8 @@ def _load(data: Data, number: int, count: int) -> WorkerFunction[Run, str]:
                 trained = train_run(run, corpora, silent, quiet=True)
                 if isinstance(trained, RunFailure):
                     return trained.reason
-            if not _is_measured(run):
-                encoder, _, tokenizer = load(run.folder.model, device="cuda" if torch.cuda.is_available() else "cpu")
-                embedder = Embedder(encoder, CaptionTokenizer(tokenizer), pixels=corpora.pixels)
-                done = evaluate(embedder, jobs, _results(run.folder), model=str(run.folder.model), quiet=True)
-                return "; ".join([*done.failed.values(), *done.missing.values()])
+            if not _is_measured(run.folder.model, _results(run.folder)):
+                return measure_model(run.folder.model, _results(run.folder), jobs, corpora.pixels)
         except (UserError, torch.OutOfMemoryError) as error:
             return str(error)
         return ""
@@ -184,10 +218,10 @@ def _results(folder: RunFolder) -> Path:
     return folder.root / "grounding"
 
 
-def _is_measured(run: Run) -> bool:
+def _is_measured(model: Path, results: Path) -> bool:
     """Whether all results are newer than the model."""
-    files = [_results(run.folder) / f"{file}.json" for file in (PHRASES, MOSAICS, NEGATIVES)]
-    trained = max(path.stat().st_mtime for path in run.folder.model.iterdir())
+    files = [results / f"{file}.json" for file in (PHRASES, MOSAICS, NEGATIVES)]
+    trained = max(path.stat().st_mtime for path in model.iterdir())
     return all(path.exists() and path.stat().st_mtime >= trained for path in files)
 
 
@@ -217,4 +251,4 @@ def _shown(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

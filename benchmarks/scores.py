@@ -17,9 +17,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from measure import run
+
 from powerclip.compare.significance import paired_p
 from powerclip.data.tokens import CaptionTokenizer
 from powerclip.encoders import load
+from powerclip.errors import UserError
 from powerclip.evaluate.embedder import Embedder, PixelStore
 from powerclip.evaluate.part_tasks import score_by_parts
 from powerclip.evaluate.readers import read_negatives, read_path
@@ -59,9 +62,13 @@ def main() -> None:
     parser.add_argument("models", type=Path)
     parser.add_argument("--methods", help="a,b; all by default")
     parser.add_argument("--negatives", type=Path, help="hard negatives of `powerclip negatives` for the same images")
+    parser.add_argument("--scores", help=f"of {', '.join(map(repr, SCORES))}, with '; ' between them; all by default")
     parser.add_argument("--images", type=int, help="only the first so many: a trial")
     parser.add_argument("--output", "-o", type=Path, required=True)
     given = parser.parse_args()
+    labels = given.scores.split("; ") if given.scores else list(SCORES)
+    if unknown := [label for label in labels if label not in SCORES]:
+        raise UserError(f"score {unknown[0]!r} is not one of {', '.join(map(repr, SCORES))}")
     val = Path(os.environ["POWERCLIP_DATA"]) / "captions10k" / "val-000.tar"
     tasks: dict[str, Task] = {"val": read_path(val)}
     if given.negatives is not None:
@@ -81,7 +88,7 @@ def main() -> None:
         started = time.perf_counter()
         encoder, _, tokenizer = load(path, device=choose_device("auto"))
         embedder = Embedder(encoder, CaptionTokenizer(tokenizer), given.output / "cache", pixels=pixels)
-        found = {label: measure(embedder, str(path), tasks, options) for label, options in SCORES.items()}
+        found = {label: measure(embedder, str(path), tasks, SCORES[label]) for label in labels}
         measured[name] = found
         shown = ", ".join(f"{label} {100 * one['val']['mean_recall']:.1f}" for label, one in found.items())
         print(f"{name}: {shown} ({time.perf_counter() - started:.0f} s)", flush=True)
@@ -118,7 +125,7 @@ def measure(
 
 
 def tables(measured: Measured) -> list[Table]:
-    """For each method its scores: means over seeds, and the difference of mean recall to the global one's, paired."""
+    """For each method the scores that all its runs have: means over seeds, mean recall paired with the global one."""
     by_method: dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]] = {}
     for name, scores in measured.items():
         method, _, seed = name.partition("/")
@@ -127,14 +134,16 @@ def tables(measured: Measured) -> list[Table]:
     for method, seeds in by_method.items():
         rows = []
         for label in SCORES:
+            if not all(label in one for one in seeds.values()):
+                continue
             cells = []
             for data, metric in COLUMNS.values():
                 values = [
-                    100 * run[label][data][metric] for run in seeds.values() if metric in run[label].get(data, {})
+                    100 * one[label][data][metric] for one in seeds.values() if metric in one[label].get(data, {})
                 ]
                 cells.append(f"{fixed(mean(values))} ± {fixed(stdev(values))}" if len(values) > 1 else shown(values))
             recalls, base = (
-                [100 * run[which]["val"]["mean_recall"] for run in seeds.values()] for which in (label, "global")
+                [100 * one[which]["val"]["mean_recall"] for one in seeds.values()] for which in (label, "global")
             )
             p = paired_p(recalls, base) if label != "global" else None
             difference = "" if label == "global" else signed(mean(recalls) - mean(base))
@@ -149,4 +158,4 @@ def shown(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
