@@ -28,7 +28,7 @@ from powerclip.errors import UserError
 
 MARKED = "gpu or kernels"
 # Kernels compile on the host: several tests at a time, each in a process of its own.
-PROCESSES = 8
+PROCESSES = 14
 SECONDS = 290.0
 
 
