@@ -52,7 +52,8 @@ class FurtherTexts:
 class Batch:
     """C pairs of an image and a caption, with M regions of each image and the tree of each caption."""
 
-    images: Tensor  # [C, 3, H, W] float, normalised for the image tower
+    # [C, 3, H, W] float, normalised for the image tower; under train.precompute [C, 1+N, D], tokens of frozen blocks
+    images: Tensor
     tokens: Tensor  # [C, L] long
     regions: Tensor  # [C, M, N] bool
     phrases: Phrases

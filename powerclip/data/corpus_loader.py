@@ -38,6 +38,9 @@ class CorpusLoader(BatchLoader):
         ranks: share each batch.
     """
 
+    # What stands for the pixels of the corpus's images, for towers whose first blocks are frozen: `train.precompute`.
+    tokens: Tensor | None = None  # [images, 1+N, D]
+
     def __init__(self, corpus: PackedCorpus, spec: BatchSpec, masks: CorpusMasks | None = None, ranks: Ranks = SINGLE):
         super().__init__(spec, ranks)
         if spec.batch_size > len(corpus.keys):
@@ -78,7 +81,7 @@ class CorpusLoader(BatchLoader):
             mask_draws = torch.from_numpy(uniforms(keys(Draw.MASKS), int(self._mask_counts[images].max())))
             regions = self.masks.choose(sent, crops, self._send(mask_draws), regions, spec.grid)
         return Batch(
-            images=self.crop_images(sent, crops),
+            images=self.crop_images(sent, crops) if self.tokens is None else self.tokens[sent],
             tokens=self._send(take_tokens(corpus.tokens, captions, length, corpus.pad_id)),
             regions=regions,
             phrases=take_phrases(corpus.phrases, captions, length).map(self._send),

@@ -23,6 +23,7 @@ from powerclip.encoders.vision import (
     check_vision_tower,
     dropout_selector,
     forward_image,
+    forward_tokens,
     grid_of,
     image_grid,
     image_projection,
@@ -51,6 +52,7 @@ class DualEncoder(nn.Module):
         self.config = copy.deepcopy(config)
         self.directory: Path | None = None  # the folder that it was read from, which may hold its tokenizer
         self.pad_id: int = self.config["text_cfg"].get("pad_id", 0)  # `tokenizer_for` sets its tokenizer's
+        self.blocks_before = 0  # blocks of the image tower that images given as tokens have passed
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -100,10 +102,17 @@ class DualEncoder(nn.Module):
     def image_features(
         self, images: Tensor, selector: PatchSelector | None = None, *, dense: bool = True
     ) -> ImageFeatures:
-        """The image tower's part of `forward`."""
+        """The image tower's part of `forward`.
+
+        Images may come as tokens [C, 1+N, D] that the first `blocks_before` blocks have left, see `tokens_after`.
+        """
         if selector is None and self.training:
             selector = dropout_selector(self.clip.visual)
-        pooled, patches, selection = forward_image(self.clip.visual, images, selector, dense=dense)
+        if images.dim() == 3:
+            pooled, patches = forward_tokens(self.clip.visual, images, self.blocks_before, dense=dense)
+            selection = None
+        else:
+            pooled, patches, selection = forward_image(self.clip.visual, images, selector, dense=dense)
         return ImageFeatures(
             image=self._image_embedding(pooled),
             patches=project(patches, image_projection(self.clip.visual)),

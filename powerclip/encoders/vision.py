@@ -144,17 +144,41 @@ def forward_image(
     elif shown is not None:
         mask = _hiding_mask(shown, visual.transformer.resblocks[0].attn.num_heads, x.dtype)
     x = visual.transformer(x, attn_mask=mask)
+    return *_pool_and_norm(visual, x, shown, dense=dense), selection
+
+
+def tokens_after(visual: Any, images: Tensor, depth: int) -> Tensor:
+    """The class token and the patches [C, 1+N, D] of images [C, 3, H, W] as the first `depth` blocks leave them."""
+    return _run_blocks(visual, visual.ln_pre(torch.cat(embed_image(visual, images), dim=1)), 0, depth)
+
+
+def forward_tokens(visual: Any, tokens: Tensor, depth: int, *, dense: bool = True) -> tuple[Tensor, Tensor]:
+    """What `forward_image` gives, without a selector, for images whose `tokens_after` `depth` blocks are known."""
+    return _pool_and_norm(visual, _run_blocks(visual, tokens, depth, None), None, dense=dense)
+
+
+def _run_blocks(visual: Any, x: Tensor, first: int, end: int | None) -> Tensor:
+    """Tokens [C, 1+N, D] through some of the blocks."""
+    if not visual.transformer.batch_first:
+        raise UserError("the image tower's blocks read tokens before images: they can only be run all at once")
+    for block in image_blocks(visual)[first:end]:
+        x = block(x)
+    return x
+
+
+def _pool_and_norm(visual: Any, x: Tensor, shown: Tensor | None, *, dense: bool) -> tuple[Tensor, Tensor]:
+    """Pooled [C, D] and patches [C, n, D] of tokens [C, 1+n, D] after the last block."""
     if visual.attn_pool is not None:
-        return *_pool_by_attention(visual, x, shown, dense=dense), selection
+        return _pool_by_attention(visual, x, shown, dense=dense)
     if not dense:
         # The norm is each token's own, so that the class token alone can have it.
         after = visual.final_ln_after_pool or visual.pool_type == "tok"
         pooled = visual.ln_post(pool(visual, x, shown)) if after else pool(visual, visual.ln_post(x), shown)
-        return pooled, x[:, :0], selection
+        return pooled, x[:, :0]
     if visual.final_ln_after_pool:
-        return visual.ln_post(pool(visual, x, shown)), visual.ln_post(x[:, 1:]), selection
+        return visual.ln_post(pool(visual, x, shown)), visual.ln_post(x[:, 1:])
     x = visual.ln_post(x)
-    return pool(visual, x, shown), x[:, 1:], selection
+    return pool(visual, x, shown), x[:, 1:]
 
 
 def _pool_by_attention(visual: Any, x: Tensor, shown: Tensor | None, *, dense: bool) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
 from powerclip.train.inputs import Input, cache_folder, count_samples, existing_file, sidecar_folder
+from powerclip.train.precompute import frozen_blocks
 from powerclip.train.recipe import Recipe
 from powerclip.train.sections import FLAT, SIDECARS, DataSection
 from powerclip.train.trees import TreeFolder, check_trees
@@ -60,7 +61,11 @@ def make_loader(
         return SceneLoader(spec, tokenizer, ranks, recipe.data.collective, kept)
     if recipe.data.source in ("shards", "table"):
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
-    return _corpus_loader(recipe, spec, tokenizer, cache, ranks)
+    loader = _corpus_loader(recipe, spec, tokenizer, cache, ranks)
+    if recipe.train.precompute:
+        encoder.blocks_before = frozen_blocks(recipe.train, encoder)
+        loader.tokens = cache.tokens(loader, encoder, recipe.train)
+    return loader
 
 
 def batch_spec(recipe: Recipe, encoder: DualEncoder, device: torch.device, compiled: bool = False) -> BatchSpec:
@@ -81,7 +86,7 @@ def batch_spec(recipe: Recipe, encoder: DualEncoder, device: torch.device, compi
         mean=tuple(pixels["mean"]),
         std=tuple(pixels["std"]),
         length_multiple=COMPILED_MULTIPLE if compiled else 1 if scenes else EAGER_MULTIPLE,
-        sort_by_length=device.type == "cuda" and not scenes,
+        sort_by_length=not scenes,
         workers=recipe.data.workers,
         device=device,
     )

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from powerclip.data.columns import Columns
 from powerclip.data.corpus import Corpus, TreeSidecars, read_corpus
-from powerclip.data.corpus_loader import PackedCorpus, pack_corpus
+from powerclip.data.corpus_loader import CorpusLoader, PackedCorpus, pack_corpus
 from powerclip.data.masks import CorpusMasks, read_masks
 from powerclip.data.remote import RemoteCache, is_url
 from powerclip.data.remote_shards import RemoteShards, open_remote
 from powerclip.data.shards import ShardSet, expand_shards, open_shards
 from powerclip.data.table_parts import TableSet, open_tables
 from powerclip.data.tokens import CaptionTokenizer, Nodes
+from powerclip.encoders import DualEncoder
 from powerclip.evaluate.embedder import PixelStore
 from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
+from powerclip.runtime.progress import duration
 from powerclip.train.inputs import cache_folder, names_urls, remote_names, sidecar_folder, table_paths
-from powerclip.train.sections import DataSection
+from powerclip.train.precompute import frozen_blocks, precompute, weights_before
+from powerclip.train.sections import DataSection, TrainSection
+from powerclip.train.towers import in_bf16
 from powerclip.train.trees import TreeFolder, prepare_trees
 
 T = TypeVar("T")
@@ -162,6 +168,22 @@ class DataCache:
             return masks.to(device)
 
         return self._once(("masks", id(corpus), folder, device), read)
+
+    def tokens(self, loader: CorpusLoader, encoder: DualEncoder, settings: TrainSection) -> Tensor:
+        """What the frozen blocks of an image tower make of the images of a corpus of this cache."""
+        depth, device = frozen_blocks(settings, encoder), loader.spec.device
+        before = (weights_before(encoder, depth), depth, in_bf16(settings, device), loader.spec.mean, loader.spec.std)
+
+        def compute() -> Tensor:
+            began = time.perf_counter()
+            tokens = precompute(loader, encoder, settings, progress=self._say is not None)
+            took = duration(time.perf_counter() - began)
+            size = tokens.nbytes / 1e9
+            blocks = f"the first {depth} blocks" if depth else "the embeddings"
+            self._report("train.precompute", f"{len(tokens):,} images through {blocks} in {took}, {size:.2f} GB kept")
+            return tokens
+
+        return self._once(("tokens", id(loader.corpus), device, *before), compute)
 
     def _report(self, source: str, summary: str) -> None:
         if self._say:

@@ -59,7 +59,8 @@ class Mfu:
 
     def __init__(self, recipe: Recipe, device: torch.device, gpus: int = 1):
         self._recipe, self._gpus = recipe, gpus
-        self._peak = peak_flops(device)
+        # What is counted below is not what a run with precomputed tokens does.
+        self._peak = None if recipe.train.precompute else peak_flops(device)
         self._operations: dict[int, float] = {}
 
     def read(self, samples_per_second: float, length: int) -> dict[str, float]:

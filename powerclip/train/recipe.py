@@ -52,6 +52,10 @@ class Recipe:
         validate(self)
         if self.regions.kind == "segments" and self.data.source == "scenes":
             raise ValueError("regions.kind: segments needs masks in sidecars, and data.source: scenes has no shards")
+        if self.train.precompute and (self.data.source != "corpus" or self.data.crop != 1):
+            raise ValueError(
+                "train.precompute keeps tokens of whole images in memory: it needs data.source: corpus, data.crop: 1"
+            )
         alignment = self.alignment
         enumerates = alignment.aggregation == "exact" and alignment.region_sets
         enumerates &= alignment.r2t or alignment.divides_by_lengths  # T2R by sums has a closed form

@@ -152,6 +152,9 @@ class TrainSection:
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"  # gradients of sharded weights as they are summed
     # what stays as it is: image or text, a whole tower, or with :N its embeddings and first N blocks; image:8,text
     freeze: str | None = None
+    # compute once what the frozen blocks of the image tower make of each image of a corpus, and keep it: a step costs
+    # what is trained. Images are shown whole (data.crop: 1)
+    precompute: bool = False
     layer_decay: PositiveShare = 1.0  # factor of the learning rate from a layer to the one below; heads have it full
     lora: NonNegativeInt = 0  # rank of the adapters that blocks are trained by instead of their weights (LoRA); 0: none
     lora_scale: PositiveFloat = 2.0  # what the adapters' products are multiplied with: LoRA's α over the rank
@@ -169,6 +172,14 @@ class TrainSection:
     def __post_init__(self) -> None:
         validate(self, "train")
         parse_freeze(self.freeze)
+        if self.precompute and "image" not in parse_freeze(self.freeze):
+            raise ValueError(
+                "train.precompute keeps what frozen blocks of the image tower give: set train.freeze: image:N"
+            )
+        if self.precompute and (self.checkpoint_activations or self.sharding != "none" or self.lora):
+            raise ValueError(
+                "train.precompute does not go with train.checkpoint_activations, train.sharding or train.lora"
+            )
         if self.lora and self.layer_decay < 1:
             raise ValueError(
                 "train.layer_decay is for weights that are trained, and train.lora trains none of the blocks'"
