@@ -24,7 +24,6 @@ from powerclip.errors import UserError
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.train.data_cache import DataCache
 from powerclip.train.inputs import Input, cache_folder, count_samples, existing_file, sidecar_folder
-from powerclip.train.precompute import frozen_blocks
 from powerclip.train.recipe import Recipe
 from powerclip.train.sections import FLAT, SIDECARS, DataSection
 from powerclip.train.trees import TreeFolder, check_trees
@@ -63,7 +62,6 @@ def make_loader(
         return _shard_loader(recipe, spec, tokenizer, cache, ranks, warn)
     loader = _corpus_loader(recipe, spec, tokenizer, cache, ranks)
     if recipe.train.precompute:
-        encoder.blocks_before = frozen_blocks(recipe.train, encoder)
         loader.tokens = cache.tokens(loader, encoder, recipe.train)
     return loader
 

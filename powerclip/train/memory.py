@@ -149,8 +149,11 @@ def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
     tokens = tokenizer.pad([caption.ids for caption in captions], multiple=16)
     generator = torch.Generator().manual_seed(0)
     draws = draw_boxes(pairs, recipe.regions.count, generator)
+    visual = encoder.clip.visual
+    patches = encoder.grid[0] * encoder.grid[1]
+    shape = (1 + patches, visual.transformer.width) if recipe.train.precompute else (3, *encoder.image_size)
     return Batch(
-        images=torch.randn(pairs, 3, *encoder.image_size, generator=generator),
+        images=torch.randn(pairs, *shape, generator=generator),
         tokens=tokens,
         regions=regions_of(draws, encoder.grid, recipe.regions.drawn, recipe.regions.largest),
         phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from powerclip.data.batch import Batch
@@ -114,7 +115,7 @@ class Towers(nn.Module):
         # Methods as functions of their objects: what is compiled for one encoder and objective fits the next.
         encode_images = self._compiled(type(self.objective).encode_images)
         encode_words = self._compiled(DualEncoder.encode_words)
-        with self._autocast(images.device):
+        with self._autocast(images.device), self._attention(images.device):
             of_images = encode_images(self.objective, self.encoder, images, plan)
             of_captions = [encode_words(self.encoder, group, dense=dense) for group in groups]
             features = self.encoder.join_features(of_images, *join_groups(of_captions))
@@ -131,6 +132,11 @@ class Towers(nn.Module):
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def _attention(self, device: torch.device) -> AbstractContextManager[Any]:
+        """On a CPU the fused attention's gradient is slow in bf16: a third of the backward pass of a text tower."""
+        slow = self.bf16 and device.type == "cpu" and self.compile_mode == "none"
+        return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
 
 
 def make_towers(
