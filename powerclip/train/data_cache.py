@@ -25,7 +25,7 @@ from powerclip.evaluate.tasks import Task
 from powerclip.runtime.distributed import SINGLE, Ranks
 from powerclip.runtime.progress import duration
 from powerclip.train.inputs import cache_folder, names_urls, remote_names, sidecar_folder, table_paths
-from powerclip.train.precompute import frozen_blocks, precompute, weights_before
+from powerclip.train.precompute import precompute, weights_before
 from powerclip.train.sections import DataSection, TrainSection
 from powerclip.train.towers import in_bf16
 from powerclip.train.trees import TreeFolder, prepare_trees
@@ -171,7 +171,7 @@ class DataCache:
 
     def tokens(self, loader: CorpusLoader, encoder: DualEncoder, settings: TrainSection) -> Tensor:
         """What the frozen blocks of an image tower make of the images of a corpus of this cache."""
-        depth, device = frozen_blocks(settings, encoder), loader.spec.device
+        depth, device = encoder.blocks_before, loader.spec.device
         before = (weights_before(encoder, depth), depth, in_bf16(settings, device), loader.spec.mean, loader.spec.std)
 
         def compute() -> Tensor:

@@ -33,7 +33,6 @@ from powerclip.train.memory import (
     trained_parameters,
 )
 from powerclip.train.mfu import operations, peak_flops
-from powerclip.train.precompute import frozen_blocks
 from powerclip.train.recipe import Recipe, check_warmup, steps_of
 from powerclip.train.run_folder import RunFolder
 from powerclip.train.sections import ModelSection
@@ -147,7 +146,7 @@ def describe_run(recipe: Recipe, state: TrainState, length: str, files: list[Inp
         )
         yield "", f"trains {trained:,} of them ({', '.join(how)})"
         if settings.precompute:
-            depth = frozen_blocks(settings, state.encoder)
+            depth = state.encoder.blocks_before
             yield "", f"the image tower's first {depth} blocks run once for each image (precompute)"
     parameters = f" ({extra:,} parameter{'s' * (extra > 1)} of its own)" if extra else ""
     yield "objective", recipe.objective + parameters

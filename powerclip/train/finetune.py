@@ -94,6 +94,9 @@ def prepare(encoder: DualEncoder, settings: TrainSection) -> None:
     towers = towers_of(encoder)
     for name, depth in frozen.items():
         freeze(towers[name], name, depth)
+    if settings.precompute:
+        depth = frozen["image"]
+        encoder.blocks_before = len(towers["image"].blocks) if depth is None else depth
     if settings.lora:
         add_adapters(encoder, towers, settings)
     if not any(p.requires_grad for tower in towers.values() for p in _parameters(tower)):

@@ -20,6 +20,7 @@ from powerclip.data.tokens import CaptionTokenizer, pack_phrases
 from powerclip.encoders import DualEncoder, tokenizer_for
 from powerclip.errors import UserError
 from powerclip.train.parallel import is_sharded, shard_count
+from powerclip.train.precompute import input_shape
 from powerclip.train.recipe import Recipe
 from powerclip.train.state import TrainState
 from powerclip.train.towers import Towers
@@ -149,11 +150,8 @@ def synthetic_batch(recipe: Recipe, encoder: DualEncoder, pairs: int) -> Batch:
     tokens = tokenizer.pad([caption.ids for caption in captions], multiple=16)
     generator = torch.Generator().manual_seed(0)
     draws = draw_boxes(pairs, recipe.regions.count, generator)
-    visual = encoder.clip.visual
-    patches = encoder.grid[0] * encoder.grid[1]
-    shape = (1 + patches, visual.transformer.width) if recipe.train.precompute else (3, *encoder.image_size)
     return Batch(
-        images=torch.randn(pairs, *shape, generator=generator),
+        images=torch.randn(pairs, *input_shape(recipe.train, encoder), generator=generator),
         tokens=tokens,
         regions=regions_of(draws, encoder.grid, recipe.regions.drawn, recipe.regions.largest),
         phrases=pack_phrases([scene.tree for scene in scenes], captions, tokens.shape[1], recipe.nodes),

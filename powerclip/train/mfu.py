@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from powerclip.objectives import build_objective
+from powerclip.train.finetune import prepare
+from powerclip.train.precompute import input_shape
 from powerclip.train.recipe import Recipe
 from powerclip.train.towers import Towers
 
@@ -59,8 +62,7 @@ class Mfu:
 
     def __init__(self, recipe: Recipe, device: torch.device, gpus: int = 1):
         self._recipe, self._gpus = recipe, gpus
-        # What is counted below is not what a run with precomputed tokens does.
-        self._peak = None if recipe.train.precompute else peak_flops(device)
+        self._peak = peak_flops(device)
         self._operations: dict[int, float] = {}
 
     def read(self, samples_per_second: float, length: int) -> dict[str, float]:
@@ -73,9 +75,10 @@ class Mfu:
 
 
 def operations(recipe: Recipe, length: int) -> float:
-    """Floating-point operations of the towers of a recipe for one pair, forward and backward.
+    """Floating-point operations of the towers of a recipe for one pair, forward and, where something learns, backward.
 
-    Counted with towers of the same structure but without weights: compiled or sharded ones cannot be counted.
+    Adapters (`train.lora`) are left out. Counted with towers of the same structure but without weights: compiled or
+    sharded ones cannot be counted.
     """
     try:
         return _operations_on(torch.device("meta"), recipe, length)
@@ -88,9 +91,10 @@ def _operations_on(device: torch.device, recipe: Recipe, length: int, pairs: int
 
     with torch.random.fork_rng([]), device:
         encoder = build(name=recipe.model.name, config=recipe.model.config).train()
+        prepare(encoder, replace(recipe.train, lora=0))
         objective = build_objective(recipe.objective, recipe.alignment, recipe.objective_settings)
         objective.attach(encoder)
-        images = torch.randn(pairs, 3, *encoder.image_size)
+        images = torch.randn(pairs, *input_shape(recipe.train, encoder))
         tokens = torch.ones(pairs, length, dtype=torch.long)
         return count_operations(Towers(objective, encoder), images, tokens) / pairs
 

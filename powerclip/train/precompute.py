@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from powerclip.encoders.vision import image_blocks, tokens_after
+from powerclip.encoders.vision import tokens_after
 from powerclip.errors import UserError
 from powerclip.runtime.progress import Progress
 from powerclip.train.finetune import towers_of
-from powerclip.train.sections import TrainSection, parse_freeze
+from powerclip.train.sections import TrainSection
 from powerclip.train.towers import in_bf16
 
 if TYPE_CHECKING:
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from powerclip.objectives import Objective
 
 CHUNK = 64  # images that pass the tower at a time
-
-
-def frozen_blocks(settings: TrainSection, encoder: DualEncoder) -> int:
-    """How many blocks of the image tower are frozen; what `train.freeze: image` freezes has all of them."""
-    depth = parse_freeze(settings.freeze)["image"]
-    return len(image_blocks(encoder.clip.visual)) if depth is None else depth
 
 
 def check_precompute(encoder: DualEncoder, objective: Objective) -> None:
@@ -45,9 +39,16 @@ def check_precompute(encoder: DualEncoder, objective: Objective) -> None:
         )
 
 
+def input_shape(settings: TrainSection, encoder: DualEncoder) -> tuple[int, ...]:
+    """What the image tower is given of one image: the tokens (1+N, D) that are kept, or pixels (3, H, W)."""
+    if settings.precompute:
+        return (1 + encoder.grid[0] * encoder.grid[1], encoder.clip.visual.transformer.width)
+    return (3, *encoder.image_size)
+
+
 def precompute(loader: CorpusLoader, encoder: DualEncoder, settings: TrainSection, *, progress: bool = False) -> Tensor:
     """The tokens [images, 1+N, D] of all images of a corpus, whole, on the device of its batches."""
-    depth, spec = frozen_blocks(settings, encoder), loader.spec
+    depth, spec = encoder.blocks_before, loader.spec
     whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64, device=spec.device)
     count = len(loader.corpus.keys)
     bf16 = in_bf16(settings, spec.device)

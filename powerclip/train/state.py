@@ -23,7 +23,7 @@ from powerclip.runtime.distributed import SINGLE, Ranks, choose_device
 from powerclip.train.finetune import adapter_state, is_adapted, load_adapted, merged, prepare, rates, redraw, train_mode
 from powerclip.train.optimizer import make_optimizer
 from powerclip.train.parallel import check_batch, full_tensors, is_sharded, load_module, load_optimizer, parallelize
-from powerclip.train.precompute import check_precompute, frozen_blocks
+from powerclip.train.precompute import check_precompute
 from powerclip.train.recipe import Recipe
 from powerclip.train.sections import parse_redraw
 from powerclip.train.sharded_checkpoint import load_parts
@@ -127,7 +127,6 @@ def start(recipe: Recipe, ranks: Ranks = SINGLE) -> TrainState:
     objective.to(device).train()
     if settings.precompute:
         check_precompute(encoder, objective)
-        encoder.blocks_before = frozen_blocks(settings, encoder)
     unwrapped = make_towers(settings, objective, encoder, device, ranks)
     towers = parallelize(unwrapped, device, ranks, settings)
     optimizer = make_optimizer([encoder, objective], recipe.optim, rates(encoder, settings.layer_decay))

@@ -46,6 +46,19 @@ def test_operations_of_a_pair_are_those_that_a_hand_counts(tmp_path):
         assert found == pytest.approx(hand_count(length), rel=0.15)
 
 
+def test_a_locked_tower_has_no_backward_pass_and_kept_tokens_no_forward_pass(tmp_path):
+    deep = ["objective=clip", "model.config.vision_cfg.layers=2", "data.source=corpus", "data.crop=1"]
+    data = [f"data.{name}={tmp_path}" for name in ("shards", "trees")]
+    whole, locked, kept = (
+        operations(tiny(tmp_path, *deep, *data, *frozen), 12)
+        for frozen in ([], ["train.freeze='image:2'"], ["train.freeze='image:2'", "train.precompute=true"])
+    )
+    pixels = 2 * 4 * (3 * 8 * 8) * 16
+    blocks = 2 * (2 * 5 * 12 * 16 * 16 + 4 * 5 * 5 * 16)
+    assert whole - locked == 2 * blocks + pixels
+    assert locked - kept == blocks + pixels
+
+
 def test_a_masked_method_needs_fewer_operations_even_where_images_decide_how_many(tmp_path):
     larger = [f"model.config.vision_cfg.{name}" for name in ("image_size=64", "width=64", "layers=4")]
     whole, *masked = (

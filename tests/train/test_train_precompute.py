@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_run import tiny, weights
 
 from powerclip.encoders.vision import forward_image, forward_tokens, tokens_after
 from powerclip.errors import UserError
 from powerclip.train.data_cache import DataCache
+from powerclip.train.dry_run import dry_run
 from powerclip.train.loop import train
+from powerclip.train.memory import synthetic_batch
 from powerclip.train.state import start
 
 DEEP = ["model.config.vision_cfg.layers=2", "data.crop=1", "train.steps=6"]
@@ -66,6 +70,15 @@ def test_runs_with_the_same_frozen_weights_share_their_tokens(tmp_path, mini_cor
     computed = [line for line in said if line.startswith("train.precompute")]
     assert len(computed) == 2  # b reads those of a; c has other weights
     assert "through the first 1 blocks" in computed[0]
+
+
+def test_a_dry_run_measures_steps_on_tokens(tmp_path, mini_corpus):
+    recipe = tiny(tmp_path, *corpus(mini_corpus), *DEEP, "train.freeze='image:1'", "train.precompute=true")
+    assert synthetic_batch(recipe, start(recipe).encoder, 3).images.shape == (3, 1 + 2 * 2, 16)
+    printed = io.StringIO()
+    dry_run(recipe, tmp_path / "run", console=Console(file=printed, width=200))
+    assert "the image tower's first 1 blocks run once for each image (precompute)" in printed.getvalue()
+    assert "pairs/s" in printed.getvalue()
 
 
 @pytest.mark.parametrize(
