@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from powerclip.encoders.timm_tower import is_timm
 from powerclip.encoders.vision import tokens_after
 from powerclip.errors import UserError
 from powerclip.runtime.progress import Progress
@@ -31,7 +32,9 @@ CHUNK = 64  # images that pass the tower at a time
 
 
 def check_precompute(encoder: DualEncoder, objective: Objective) -> None:
-    """Raise `UserError` where a step needs an image's pixels."""
+    """Raise `UserError` where a step needs an image's pixels, or the tower cannot begin at a block."""
+    if is_timm(encoder.clip.visual):
+        raise UserError("train.precompute is for open_clip's own image towers, and this one is timm's: leave it out")
     if objective.noise_shape(encoder) is not None:
         raise UserError(
             "train.precompute keeps what frozen blocks make of whole images, and this run chooses patches, views or "

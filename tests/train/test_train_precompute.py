@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from powerclip.train.data_cache import DataCache
 from powerclip.train.dry_run import dry_run
 from powerclip.train.loop import train
 from powerclip.train.memory import synthetic_batch
+from powerclip.train.sections import ModelSection
 from powerclip.train.state import start
 
 DEEP = ["model.config.vision_cfg.layers=2", "data.crop=1", "train.steps=6"]
@@ -100,3 +102,11 @@ def test_methods_that_choose_patches_or_make_mosaics_are_refused(tmp_path, mini_
     with pytest.raises(UserError, match=r"train\.precompute keeps what frozen blocks make of whole images"):
         train(recipe, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_tower_of_timm_is_refused(tmp_path, mini_corpus):
+    recipe = tiny(tmp_path, *corpus(mini_corpus), "data.crop=1", "train.freeze=image:1", "train.precompute=true")
+    assert recipe.model.config is not None
+    towers = recipe.model.config | {"vision_cfg": {"timm_model_name": "test_vit3", "image_size": 160}}
+    with pytest.raises(UserError, match="this one is timm's"):
+        start(replace(recipe, model=ModelSection(config=towers)))
