@@ -20,7 +20,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     '  powerclip ground dog.jpg "a dog sitting on a red chair" --model runs/quickstart/seed-0/powerclip/model\n'
     '  powerclip ground dog.jpg "a dog on a chair" --model ViT-B-16 --pretrained laion2b_s34b_b88k -o chair.png\n'
     '  powerclip ground dog.jpg "a dog on a chair" -m runs/a/model --tree "(NP (NP a dog) (PP on (NP a chair)))"\n'
-    '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model'
+    '  powerclip ground dog.jpg "a dog on a red chair" "a dog on a blue chair" -m runs/a/model -m runs/b/model\n'
+    '  powerclip ground dog.jpg "a dog on a red chair" -m runs/locked/model --relative     # what tells phrases apart'
 )
 def ground(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="An image.")],
@@ -44,12 +45,20 @@ def ground(
     pretrained: Annotated[
         str | None, typer.Option("--pretrained", help="A tag of open_clip's weights, or a file with weights.")
     ] = None,
+    relative: Annotated[
+        bool,
+        typer.Option(
+            "--relative", help="Phrases less their mean: what tells them apart, where all have nearly the same heatmap."
+        ),
+    ] = False,
 ) -> None:
     """Draw heatmaps of where models locate captions and each of their phrases."""
     with interruptible("nothing was written"):
         from powerclip.evaluate.ground_figure import draw_grounding
 
-        written = draw_grounding(image, captions, model, output, brackets=tree or None, pretrained=pretrained)
+        written = draw_grounding(
+            image, captions, model, output, brackets=tree or None, pretrained=pretrained, relative=relative
+        )
     print(f"heatmaps: {written}")
 
 

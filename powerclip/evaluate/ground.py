@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -154,6 +154,19 @@ class Grounding:
     def score(self) -> float:
         """S̄, what PowerCLIP compares pairs by: both aggregations together."""
         return self.t2r + self.r2t
+
+    def relative(self) -> Grounding:
+        """The same with the phrases' heatmaps less their mean: what tells a phrase from the others of its caption.
+
+        Patches that prefer every phrase do not show in them. The mean is that of the lowest phrases, in which no other
+        lies; where there is only one, heatmaps stay as they are.
+        """
+        above = {phrase.parent for phrase in self.phrases}
+        lowest = [phrase.heatmap for number, phrase in enumerate(self.phrases) if number not in above]
+        if len(lowest) < 2:
+            return self
+        mean = torch.stack(lowest).mean(0)
+        return replace(self, phrases=tuple(replace(one, heatmap=one.heatmap - mean) for one in self.phrases))
 
     def to_json(self) -> dict[str, Any]:
         """Everything as lists, numbers and text."""

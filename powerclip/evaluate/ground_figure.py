@@ -30,6 +30,7 @@ def draw_grounding(
     output: str | Path,
     brackets: str | Sequence[str] | None = None,
     pretrained: str | None = None,
+    relative: bool = False,
 ) -> Path:
     """Write the heatmaps of captions over the image at `image_path`, by one or several models, and return its path.
 
@@ -44,6 +45,7 @@ def draw_grounding(
         output: the PNG; its folder is made if it is missing.
         brackets: the tree of each caption, Penn style. Without it, the embedded parser makes one.
         pretrained: the tag of the weights of open_clip names.
+        relative: draw the phrases' heatmaps less their mean, see `Grounding.relative`.
 
     Raises:
         UserError: no such image or model, a tree that does not match, a caption without a word, an output that
@@ -61,7 +63,7 @@ def draw_grounding(
     from powerclip.report.heatmaps import heatmap_figure, save_png
 
     by_model = [
-        _rows(GroundingModel.load(one, pretrained, name=name), image, captions, trees)
+        _rows(GroundingModel.load(one, pretrained, name=name), image, captions, trees, relative)
         for one, name in zip(models, model_names(models), strict=True)
     ]
     # Caption by caption, the models of each below each other.
@@ -99,7 +101,9 @@ def _trees(captions: Sequence[str], brackets: Sequence[str] | None) -> list[Tree
     return trees
 
 
-def _rows(model: GroundingModel, image: Image.Image, captions: Sequence[str], trees: Sequence[Tree]) -> list[Row]:
+def _rows(
+    model: GroundingModel, image: Image.Image, captions: Sequence[str], trees: Sequence[Tree], relative: bool
+) -> list[Row]:
     """One row of heatmaps for each caption: the whole by its global embedding, then each node below the root by p_B."""
     from powerclip.report.heatmaps import Panel, Row
 
@@ -114,6 +118,7 @@ def _rows(model: GroundingModel, image: Image.Image, captions: Sequence[str], tr
                 model.tokenizer.context_length,
                 shorten(found.unread),
             )
+        found = found.relative() if relative else found
         panels = [Panel(caption, found.heatmap), *(Panel(phrase.text, phrase.heatmap) for phrase in found.phrases[1:])]
         rows.append(Row(seen, panels, name=model.name))
     return rows

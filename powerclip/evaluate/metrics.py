@@ -277,6 +277,18 @@ def phrases_of_other_images(image_of_phrase: Tensor) -> Tensor | None:
     return None if (image_of_phrase[other] == image_of_phrase).any() else other
 
 
+def relative_maps(maps: Tensor, image_of_phrase: Tensor) -> Tensor:
+    """Maps [T, rows, columns] less the mean map of all phrases of their image: what tells a phrase from the others.
+
+    Patches that prefer every phrase do not show in them. A phrase that is its image's only one keeps its map.
+    """
+    images = int(image_of_phrase.max()) + 1
+    counts = torch.bincount(image_of_phrase, minlength=images)
+    sums = torch.zeros(images, *maps.shape[1:]).index_add_(0, image_of_phrase, maps)
+    means = torch.where((counts > 1)[:, None, None], sums / counts.clamp(min=1)[:, None, None], 0.0)
+    return maps - means[image_of_phrase]
+
+
 def share_inside(maps: Tensor, inside: Tensor) -> Tensor:
     """Share of the positive part of each map [T, N] that lies in the patches `inside` [N] bool: [T] in float64.
 

@@ -296,7 +296,8 @@ def _grounding_parts(metrics: Mapping[str, float | None]) -> list[str]:
     ]
     return [
         f"pointing in caption / alone {both('pointing_{}')} (chance {shown('pointing_chance')}, "
-        f"fixed patch {shown('pointing_fixed_patch')}, another image's phrase {both('pointing_{}_other')})",
+        f"fixed patch {shown('pointing_fixed_patch')}, another image's phrase {both('pointing_{}_other')}), "
+        f"relative to the image's other phrases {both('pointing_{}_relative')}",
         f"swap {both('swap_{}')} (order alone {shown('swap_by_order')}), balanced {both('swap_{}_balanced')} "
         f"(order alone {shown('swap_by_order_balanced')})",
         *sets,

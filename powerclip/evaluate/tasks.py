@@ -328,12 +328,14 @@ class Grounding:
         """All three, with both embeddings of a phrase."""
         game, grid = self.phrases, embedder.encoder.grid
         queries = game.queries(embedder)
-        other = metrics.phrases_of_other_images(torch.tensor(game.image_of_phrase))
+        image_of_phrase = torch.tensor(game.image_of_phrase)
+        other = metrics.phrases_of_other_images(image_of_phrase)
         others = {} if other is None else {f"{name}_other": vectors[other] for name, vectors in queries.items()}
         sets = SetChoice(game, queries, grid, self.set_score, self.most_regions)
         embedded, maps = game.maps(embedder, queries | others, sets.choose)
-        pointing = game.score_maps(embedded, maps, grid)
-        kept = embedded.readable[torch.tensor(game.image_of_phrase)]
+        relative = {f"{name}_relative": metrics.relative_maps(maps[name], image_of_phrase) for name in queries}
+        pointing = game.score_maps(embedded, maps | relative, grid)
+        kept = embedded.readable[image_of_phrase]
         fixed: Metrics = {"pointing_fixed_patch": metrics.best_fixed_patch(game.cells(game.boxes, grid)[kept])}
         swaps, pairs = self._swap(maps, [*queries], kept, grid)
         f1 = {query: embedder.ranks.sum(values) for query, values in sets.f1.items()}

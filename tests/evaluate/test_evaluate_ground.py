@@ -80,6 +80,18 @@ def test_the_best_set_by_cosine_is_the_best_of_all_sets(model, image):
         assert float(phrase.shares.sum()) == pytest.approx(phrase.score)
 
 
+def test_relative_heatmaps_are_what_tells_the_lowest_phrases_apart(model, image):
+    found = ground(model, image, CAPTION, tree=BRACKETS)
+    relative = found.relative()
+    dog, chair = (relative.phrases[number].heatmap for number in (1, 4))
+    torch.testing.assert_close(dog, -chair)
+    torch.testing.assert_close(dog - chair, found.phrases[1].heatmap - found.phrases[4].heatmap)
+    assert torch.equal(relative.heatmap, found.heatmap)
+    assert relative.phrases[1].best == found.phrases[1].best
+    alone = ground(model, image, "a dog", tree="(NP a dog)")
+    assert torch.equal(alone.relative().phrases[0].heatmap, alone.phrases[0].heatmap)
+
+
 def test_a_model_by_path_by_what_load_gave_and_as_one_are_the_same(model, image, tmp_path):
     folder = powerclip.save(model.encoder, tmp_path / "tiny")
     path = tmp_path / "image.png"

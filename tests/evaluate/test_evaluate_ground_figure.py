@@ -56,6 +56,19 @@ def test_without_a_tree_the_caption_is_parsed(model, image, tmp_path, monkeypatc
     assert {"a dog", "a red chair"} <= set(phrases)
 
 
+def test_relative_heatmaps_are_drawn_when_asked(model, image, tmp_path, monkeypatch):
+    drawn = []
+    from powerclip.report import heatmaps as figures
+
+    original = figures.heatmap_figure
+    monkeypatch.setattr(figures, "heatmap_figure", lambda rows: drawn.extend(rows) or original(rows))
+    for relative in (False, True):
+        draw_grounding(image, CAPTION, model, tmp_path / "out.png", BRACKETS, relative=relative)
+    plain, less = ([panel.values for panel in row.panels] for row in drawn)
+    assert torch.equal(less[0], plain[0])  # the whole caption
+    torch.testing.assert_close(less[1], (plain[1] - plain[4]) / 2)  # a dog, less the mean of a dog and a red chair
+
+
 def test_a_caption_that_is_cut_is_said_with_what_was_not_read(model, image, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         draw_grounding(image, "a dog and " * 12 + "a final cat", model, tmp_path / "out.png")

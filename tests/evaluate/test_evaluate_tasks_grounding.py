@@ -13,7 +13,7 @@ import torch
 from powerclip.data.trees import Span
 from powerclip.evaluate.embedder import Embedded
 from powerclip.evaluate.images import FileImages
-from powerclip.evaluate.metrics import balancing_weights, cells_in_boxes
+from powerclip.evaluate.metrics import balancing_weights, cells_in_boxes, relative_maps
 from powerclip.evaluate.tasks import Grounding, PointingGame
 from powerclip.runtime.distributed import SINGLE
 
@@ -114,6 +114,31 @@ def test_a_model_whose_maps_are_the_gold_boxes_has_100_in_all_three():
     assert whole["set_f1_all_boxes_single"] == pytest.approx(2 / 5)  # four boxes in each image
     assert whole["set_f1_all_boxes_several"] == pytest.approx(4 / 6)
     assert found.counts == {"images": 2, "phrases": 6, "pairs": 6, "phrases with sets": 6}
+
+
+def test_a_patch_that_prefers_every_phrase_hides_the_others_but_not_relative_to_the_other_phrases():
+    everything = torch.eye(16)[15]
+
+    def patches(image: int) -> torch.Tensor:
+        found = gold_patches(image)
+        outside = int(found.sum(1).argmin())
+        found[outside] = 5 * everything
+        return found
+
+    embedder = KnownFeatures(lambda number, phrase: gold_query(number, phrase) + everything, patches)
+    whole = grounding(*TWO_CAPTIONS).score(embedder).parts[""]
+    for way in ("words", "text"):
+        assert whole[f"pointing_{way}"] == whole[f"pointing_{way}_other"] == 0
+        assert whole[f"pointing_{way}_relative"] == 1
+        assert whole[f"swap_{way}"] == 1
+
+
+def test_the_only_phrase_of_an_image_keeps_its_map():
+    maps = torch.randn(4, *GRID)
+    found = relative_maps(maps, torch.tensor([0, 2, 0, 3]))
+    torch.testing.assert_close(found[[1, 3]], maps[[1, 3]])
+    torch.testing.assert_close(found[[0, 2]].sum(0), torch.zeros(GRID))
+    torch.testing.assert_close(found[0] - found[2], maps[0] - maps[2])
 
 
 def test_a_map_that_ignores_its_phrase_has_50_in_swap():
