@@ -31,7 +31,7 @@ GROUPS = {
     "rel": ("replace_rel",),
 }
 # How well a set A of regions fits a phrase: the cosine of r_A (Eq. 1) with the phrase, the mean or the sum over A of q.
-SetScore = Literal["cosine", "mean", "sum"]
+SetScore = Literal["cosine", "mean", "sum", "relative"]
 _TIE = 1e-6  # scores of sets that are closer than float32 rounds are equal
 _BLOCK = 2_000  # boxes whose masks are made at once: 100 MB on a grid of 64 × 64
 
@@ -428,7 +428,8 @@ def set_f1(q: Tensor, gram: Tensor, gold: Tensor, score: SetScore = "cosine") ->
     """F1 of each phrase's best set of an image's regions, T2R's argmax, with its gold set: [T]; 1 is an exact match.
 
     All sets but the empty one are enumerated. By the sum, the best set holds the regions with q > 0, or the best one
-    where there are none; by the mean it is one region. Where several sets are the best, the worst of them counts.
+    where there are none; by the mean it is one region; `relative` is the sum of `relative_similarities`. Where several
+    sets are the best, the worst of them counts.
 
     Args:
         q: ⟨φ_m, p_B⟩ of phrases with the regions [T, M].
@@ -437,7 +438,8 @@ def set_f1(q: Tensor, gram: Tensor, gold: Tensor, score: SetScore = "cosine") ->
         score: how well a set fits.
     """
     sets = subset_matrix(q.shape[1], empty=False, device=q.device).double()
-    scores, sizes, members = q.double() @ sets.T, sets.sum(1), gold.double()
+    q = relative_similarities(q.double()) if score == "relative" else q.double()
+    scores, sizes, members = q @ sets.T, sets.sum(1), gold.double()
     if score == "mean":
         scores = scores / sizes
     elif score == "cosine":
@@ -445,3 +447,13 @@ def set_f1(q: Tensor, gram: Tensor, gold: Tensor, score: SetScore = "cosine") ->
     f1 = 2 * (members @ sets.T) / (members.sum(1, keepdim=True) + sizes)
     is_best = ~(scores < scores.amax(1, keepdim=True) - _TIE)  # true for NaN
     return f1.masked_fill(~is_best, torch.inf).amin(1)
+
+
+def relative_similarities(q: Tensor) -> Tensor:
+    """Similarities [T, M] of an image's phrases with its regions, less what each region and each phrase has anyway.
+
+    What is left of a region is positive where the phrase prefers it more than the image's other phrases do, and more
+    than it prefers the image's other regions. The only phrase of an image is compared with no other.
+    """
+    q = q - q.mean(0) if len(q) > 1 else q
+    return q - q.mean(1, keepdim=True)

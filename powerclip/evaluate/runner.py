@@ -291,7 +291,8 @@ def _grounding_parts(metrics: Mapping[str, float | None]) -> list[str]:
 
     sets = [
         f"set F1, {number} {both(f'set_f1_{{}}_{which}')} "
-        f"(best box {both(f'set_f1_{{}}_best_box_{which}')}, all boxes {shown(f'set_f1_all_boxes_{which}')})"
+        f"(best box {both(f'set_f1_{{}}_best_box_{which}')}, relative {both(f'set_f1_{{}}_relative_{which}')}, "
+        f"all boxes {shown(f'set_f1_all_boxes_{which}')})"
         for which, number in (("single", "one box"), ("several", "several boxes"))
     ]
     return [

@@ -46,7 +46,8 @@ class SetChoice:
         }
         self._chosen = {image for image, boxes in self._regions.items() if 1 < len(boxes) <= most_regions}
         self.has_sets = torch.tensor([image in self._chosen for image in game.image_of_phrase])  # T
-        names = [*queries, *(f"{query}_best_box" for query in queries), "all_boxes"]
+        rules = ("", "_best_box", "_relative")
+        names = [*(f"{query}{rule}" for query in queries for rule in rules), "all_boxes"]
         self.f1 = {query: torch.zeros(len(game.spans), dtype=torch.double) for query in names}  # T each
 
     def choose(self, image: int, patches: Tensor) -> None:
@@ -62,5 +63,6 @@ class SetChoice:
             q = normalize(directions[numbers].float(), dim=-1) @ regions.T
             self.f1[query][numbers] = metrics.set_f1(q, gram, gold, self._score)
             self.f1[f"{query}_best_box"][numbers] = metrics.set_f1(q, gram, gold, "mean")
+            self.f1[f"{query}_relative"][numbers] = metrics.set_f1(q, gram, gold, "relative")
         named = gold.sum(1).double()
         self.f1["all_boxes"][numbers] = 2 * named / (named + len(boxes))

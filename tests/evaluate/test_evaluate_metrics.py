@@ -30,6 +30,7 @@ from powerclip.evaluate.metrics import (
     phrases_of_other_images,
     prefers_caption,
     recall,
+    relative_similarities,
     set_f1,
     swap_hits,
     text_ranks,
@@ -330,7 +331,24 @@ def test_without_a_positive_region_the_best_set_by_sum_is_the_least_negative():
     assert set_f1(q, torch.eye(2), gold, "sum").item() == 1
 
 
-@pytest.mark.parametrize("score", ["cosine", "mean", "sum"])
+def test_relative_sets_leave_out_a_region_that_every_phrase_prefers():
+    q = torch.tensor([[0.9, 0.5, 0.1, 0.5], [0.9, 0.1, 0.4, 0.1]])
+    gold = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    assert set_f1(q, torch.eye(4), gold, "relative").tolist()[0] == 1
+    # The second phrase prefers the first region no more than the first does, but more than its other regions: it stays.
+    assert set_f1(q, torch.eye(4), gold, "relative").tolist()[1] == pytest.approx(2 / 3)
+    assert set_f1(q, torch.eye(4), gold, "mean").tolist() == [0, 0]
+
+
+def test_similarities_that_ignore_their_phrase_have_no_relative_set():
+    q = torch.tensor([[0.9, 0.5, 0.1]]).expand(3, -1)
+    assert relative_similarities(q).abs().max() < 1e-6
+    assert set_f1(q, torch.eye(3), torch.eye(3).bool(), "relative").tolist() == [0, 0, 0]
+    # The only phrase of an image has no other to be compared with: its regions above their mean.
+    assert relative_similarities(q[:1])[0].tolist() == pytest.approx([0.4, 0.0, -0.4])
+
+
+@pytest.mark.parametrize("score", ["cosine", "mean", "sum", "relative"])
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_model_that_cannot_decide_has_chosen_the_worst_set(score, value):
     gold = torch.tensor([[True, False, False]])

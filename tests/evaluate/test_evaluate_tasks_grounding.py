@@ -104,6 +104,7 @@ def test_a_model_whose_maps_are_the_gold_boxes_has_100_in_all_three():
         assert whole[f"swap_{way}_balanced"] == pytest.approx(1)
         for which in ("single", "several"):
             assert whole[f"set_f1_{way}_{which}"] == whole[f"set_exact_{way}_{which}"] == 1
+            assert whole[f"set_f1_{way}_relative_{which}"] == whole[f"set_exact_{way}_relative_{which}"] == 1
         # One of two birds: precision 1, recall 1/2. Which of them is better cannot be told: the worst set, no bird, is
         # none of the best.
         assert whole[f"set_f1_{way}_best_box_single"] == 1
