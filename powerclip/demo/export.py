@@ -131,7 +131,7 @@ def _settings() -> Iterator[GroundSettings]:
         for seed in range(SEEDS):
             base = GroundSettings(Regions(kind, seed=seed))  # type: ignore[arg-type]
             yield base
-            for similarity in ("sum", "mean"):
+            for similarity in ("sum", "mean", "relative"):
                 for aggregation in ("exact", "nla"):
                     yield replace(base, similarity=similarity, aggregation=aggregation)
 

@@ -6,10 +6,12 @@ Three ways to compare a set A of regions with a phrase B, given q_m = ⟨φ_m, p
     mean     the mean over A of q_m / |B|, |B| the leaves of the phrase: the best set is always one region, and this
              is T2R with this package's defaults (`alignment.similarity: mean`, `largest_set: 1`)
     cosine   Q(A, B) = ⟨φ_A, p_B⟩ / (|φ_A| |p_B|), φ_A = Σ_A φ_m: a region that does not belong lowers the score, a
-             second one that does raises it
+             second one that does raises it, unless the two look alike
+    relative the sum of cosines of φ_m and p_B less their means over phrases and over regions: the regions that the
+             phrase prefers more than the other phrases do, and more than other regions
 
-In all three the score is the sum of its regions' shares. Sums and means are aggregated by `alignment.score`, exactly or
-by NLA; no linear-time form is known for cosines, which are enumerated.
+In all of them the score is the sum of its regions' shares. Sums and means are aggregated by `alignment.score`, exactly
+or by NLA; no linear-time form is known for cosines, which are enumerated.
 
 Axes: K phrases of one caption · M regions of one image · D width
 """
@@ -28,11 +30,12 @@ from powerclip.alignment.ragged import Rows
 from powerclip.alignment.regions import subset_matrix
 from powerclip.alignment.score import aggregate
 from powerclip.errors import UserError
+from powerclip.evaluate.metrics import relative_similarities
 
-Similarity = Literal["sum", "mean", "cosine"]
+Similarity = Literal["sum", "mean", "cosine", "relative"]
 Aggregation = Literal["exact", "nla"]
 
-SIMILARITIES: tuple[Similarity, ...] = ("sum", "mean", "cosine")
+SIMILARITIES: tuple[Similarity, ...] = ("sum", "mean", "cosine", "relative")
 AGGREGATIONS: tuple[Aggregation, ...] = ("exact", "nla")
 MOST_REGIONS = 12  # 4,096 sets: enumerated in a few milliseconds
 _TIE = 1e-6  # scores nearer than this are equal: the smaller set is shown
@@ -81,9 +84,11 @@ def score_sets(
     regions, phrases = regions.double(), phrases.double()
     if similarity == "cosine":
         return _cosines(regions, phrases)
-    preset: Literal["paper", "default"] = "paper" if similarity == "sum" else "default"
-    nodes = phrases if similarity == "sum" else phrases / leaves.unsqueeze(-1)
-    q = nodes @ regions.T
+    preset: Literal["paper", "default"] = "default" if similarity == "mean" else "paper"
+    if similarity == "relative":
+        q = relative_similarities(F.normalize(phrases, dim=-1) @ regions.T)
+    else:
+        q = (phrases if similarity == "sum" else phrases / leaves.unsqueeze(-1)) @ regions.T
     t2r, r2t = (
         float(
             aggregate(
@@ -113,7 +118,9 @@ def check_sets(regions: int, similarity: Similarity, aggregation: Aggregation) -
     if not 1 <= regions <= MOST_REGIONS:
         raise UserError(f"{regions} regions: sets of 1 to {MOST_REGIONS} can be enumerated")
     if similarity == "cosine" and aggregation == "nla":
-        raise UserError("cosines of sets have no approximation: use aggregation exact, or similarity sum or mean")
+        raise UserError(
+            "cosines of sets have no approximation: use aggregation exact, or similarity sum, mean or relative"
+        )
 
 
 def _cosines(regions: Tensor, phrases: Tensor) -> SetScores:

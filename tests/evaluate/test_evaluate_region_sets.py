@@ -59,6 +59,23 @@ def test_regions_to_text_is_the_mean_over_sets_of_the_best_phrase(parts, similar
     assert score_sets(*parts, similarity=similarity).r2t == pytest.approx(sum(best) / len(best))
 
 
+def test_relative_sums_take_the_regions_that_a_phrase_prefers_more_than_the_others_do(parts):
+    regions, phrases, _ = parts
+    cosines = F.normalize(phrases, dim=-1) @ regions.T
+    relative = cosines - cosines.mean(0) - (cosines - cosines.mean(0)).mean(1, keepdim=True)
+    found = score_sets(*parts, similarity="relative")
+    sums = torch.stack([relative[:, members].sum(1) for members in all_sets(empty=True)])  # [sets, K]
+    for number, column in enumerate(sums.T):
+        best = all_sets(empty=True)[int(column.argmax())]
+        assert found.best[number].nonzero().flatten().tolist() == best
+        assert float(found.scores[number]) == pytest.approx(float(column.max()))
+    assert found.t2r == pytest.approx(float(sums.amax(0).mean()))
+    assert found.r2t == pytest.approx(float(sums.amax(1).mean()))
+    nla = score_sets(*parts, similarity="relative", aggregation="nla")
+    assert nla.best.tolist() == found.best.tolist()
+    assert nla.t2r == pytest.approx(found.t2r, abs=0.01)
+
+
 def test_the_approximation_of_sums_is_shared_among_all_regions_and_close_at_a_low_temperature(parts):
     exact, nla, soft = (
         score_sets(*parts, similarity="sum", aggregation=kind, tau=tau)

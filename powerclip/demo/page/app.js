@@ -270,12 +270,13 @@
 
   const NAMES = {
     random: "random boxes", superpixels: "superpixels", mobile_sam: "MobileSAM", boxes: "draw them",
-    sum: "sum", mean: "mean", cosine: "cosine", exact: "exact", nla: "NLA", none: "as they are", image: "less the mean",
+    sum: "sum", mean: "mean", cosine: "cosine", relative: "relative", exact: "exact", nla: "NLA", none: "as they are", image: "less the mean",
   };
   const FORMULAS = {
     sum: "Sum, as the paper prints it: a set scores what its regions score together. Every region above zero belongs to the best set, however little it has to do with the phrase.",
     mean: "Mean, the default of this package: a set scores what its regions score on average, so one region alone is always best.",
-    cosine: "Cosine: the angle between the phrase and the sum of the set. A region that does not belong lowers it, a second one that does raises it. All sets are tried.",
+    cosine: "Cosine: the angle between the phrase and the sum of the set. A region that does not belong lowers it, a second one that does raises it, unless the two look alike. All sets are tried.",
+    relative: "Relative: the sum of what is left of each region's cosine without its mean over all phrases and without the phrase's mean over all regions. The best set is what the phrase prefers more than the other phrases do.",
   };
 
   function choices(label, key, values, disabled = () => false) {
